@@ -1,3 +1,46 @@
-"""ClusterKV for PyTorch: sparse decoding over clustered keys, for any decoder."""
+"""ClusterKV for PyTorch: sparse decoding over clustered keys, for any decoder.
+
+Decoding is four verbs on one data structure: clustering makes a `ClusterIndex` of the cached keys,
+selection picks tokens for a query, recall brings them to the device, attention reads them.
+"""
+
+from clusterkv_ops.attention import always_attended, merge_states, selected_attention
+from clusterkv_ops.clustering import (
+    assign_clusters,
+    cluster_keys,
+    extend_index,
+    initial_tokens,
+    update_centroids,
+)
+from clusterkv_ops.config import ClusterKVConfig
+from clusterkv_ops.recall import empty_cache, recall
+from clusterkv_ops.selection import select_clusters
+from clusterkv_ops.types import (
+    AttentionState,
+    ClusterIndex,
+    RecallCache,
+    RecalledTokens,
+    TokenSelection,
+)
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AttentionState",
+    "ClusterIndex",
+    "ClusterKVConfig",
+    "RecallCache",
+    "RecalledTokens",
+    "TokenSelection",
+    "always_attended",
+    "assign_clusters",
+    "cluster_keys",
+    "empty_cache",
+    "extend_index",
+    "initial_tokens",
+    "merge_states",
+    "recall",
+    "select_clusters",
+    "selected_attention",
+    "update_centroids",
+]
