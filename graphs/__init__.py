@@ -1,0 +1,1 @@
+"""The graph rewrite: find attention sites (sites), replace them (rewrite), run them (runtime)."""
