@@ -1,0 +1,70 @@
+"""The same accounting cut finer: one row a step, one row a layer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from clusterkv_ops.profiling.accounting import Account, exposed_between
+from clusterkv_ops.profiling.intervals import Intervals, clip, intersect, merge, total
+from clusterkv_ops.profiling.phases import SHOWN
+from clusterkv_ops.profiling.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One call of the model: the exposed time of its phases and idle add up to its wall."""
+
+    mode: str
+    step: int
+    start_us: float
+    wall_us: float
+    idle_us: float
+    exposed_us: dict[str, float]
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One phase in one layer, over all calls of a mode."""
+
+    mode: str
+    layer: int
+    phase: str
+    count: int
+    busy_us: float
+    exposed_us: float
+
+
+def step_rows(accounted: Account, timeline: Timeline) -> list[StepRow]:
+    """One row for each call of the account's mode ("all": of every mode)."""
+    origin = min((call.start for call in timeline.calls), default=0)
+    rows = []
+    for call in timeline.calls_of(accounted.mode):
+        shares = exposed_between(accounted, call.start, call.end)
+        idle = shares.pop("idle")
+        exposed = {phase: share / 1e3 for phase, share in shares.items() if share}
+        wall = call.end - call.start
+        start = (call.start - origin) / 1e3
+        rows.append(StepRow(call.mode, call.number, start, wall / 1e3, idle / 1e3, exposed))
+    return rows
+
+
+def layer_rows(accounted: Account) -> list[LayerRow]:
+    """One row for each layer and phase. An exposed instant goes to the span that began first."""
+    pieces: dict[tuple[int, str], Intervals] = defaultdict(list)
+    counts: dict[tuple[int, str], int] = defaultdict(int)
+    exposed: dict[tuple[int, str], int] = defaultdict(int)
+    given_until: dict[str, int] = defaultdict(int)
+    for span in accounted.spans:
+        start = max(span.start, given_until[span.phase])
+        given_until[span.phase] = max(start, span.end)
+        if span.layer is not None:
+            key = span.layer, span.phase
+            pieces[key].append((span.start, span.end))
+            counts[key] += span.is_first
+            exposed[key] += total(clip(accounted.exposed[span.phase], start, span.end))
+    rows = []
+    for key in sorted(pieces, key=lambda key: (key[0], SHOWN.index(key[1]))):
+        busy = total(intersect(merge(pieces[key]), accounted.windows))
+        rows.append(LayerRow(accounted.mode, *key, counts[key], busy / 1e3, exposed[key] / 1e3))
+    return rows
