@@ -171,9 +171,7 @@ class _RewrittenGraph:
             return self.caches.open_buffer(plan.layer, keys)
         if keys.dim() != 4 or keys.numel() == 0:
             return self.caches.open_empty(plan.layer)
-        return self.caches.open_store(
-            plan.layer, keys.permute(plan.dims), values.permute(plan.dims)
-        )
+        return self.caches.open_store(plan.layer, keys, values, plan.dims)
 
     def _close(
         self, plan: SitePlan, cache: OpenCache, args: tuple[Any, ...], outputs: list[Any]

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from clusterkv_ops.counters import Counters
 from clusterkv_ops.graphs.fingerprint import RowHash, extended, matching_rows
+from clusterkv_ops.graphs.peel import Dims
 from clusterkv_ops.sequence import Sequence
 from clusterkv_ops.store import KVStore, is_first_part, is_seen_elsewhere
 
@@ -82,14 +83,18 @@ class CacheRegistry:
     def open_empty(self, layer: int) -> OpenCache:
         return OpenCache(self._new_sequence(layer))
 
-    def open_store(self, layer: int, keys: Tensor, values: Tensor) -> OpenCache:
-        """The store behind past keys and values `[B, Hkv, T, D]`, or a copy of them."""
+    def open_store(self, layer: int, keys: Tensor, values: Tensor, dims: Dims) -> OpenCache:
+        """The store behind past keys and values, or a copy of them.
+
+        `dims` says where batch, heads, tokens and head_dim lie in them.
+        """
+        is_shared = is_seen_elsewhere(keys, values)  # before more views are made
+        keys, values = keys.permute(dims), values.permute(dims)
         length = keys.shape[2]
         with self._lock:
             record = self._find(keys, values)
             if record is not None and not record.is_busy:
-                in_place = length == record.length or not is_seen_elsewhere(keys, values)
-                if in_place:
+                if length == record.length or not is_shared:
                     record.is_busy = True
                     return self._reopen(record, keys, length)
         self._counters.add(store_copies=1)
