@@ -119,13 +119,18 @@ def random_selection(
     return tokens.to(device)
 
 
-def assert_as_good_as(actual: Tensor, independent: Tensor, exact: Tensor) -> None:
+def assert_as_good_as(
+    actual: Tensor, independent: Tensor, exact: Tensor, addends: Tensor | None = None
+) -> None:
     """`actual` is at most twice as far from the float64 result as an independent run in its dtype.
 
-    Where that run happens to be exact, one rounding of the largest result counts as its error.
+    Where that run happens to be nearly exact, one rounding of the largest result counts as its
+    error, and one rounding in float32 of the largest of the `addends` that the result sums up.
     """
     assert actual.shape == exact.shape
     rounding = torch.finfo(independent.dtype).eps * exact.abs().max()
+    if addends is not None:
+        rounding += torch.finfo(torch.float32).eps * addends.double().abs().max()
     allowed = 2 * torch.maximum((independent.double() - exact).abs().max(), rounding)
     error = (actual.double() - exact).abs().max()
     assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
