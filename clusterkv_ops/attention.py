@@ -24,6 +24,7 @@ from clusterkv_ops.validation import (
     check_same,
     check_shape,
     check_tensor,
+    check_type,
     error,
     is_readable,
 )
@@ -94,6 +95,7 @@ def selected_attention(
     batch, num_kv_heads, kv_len, head_dim = keys.shape
     check_query(query, num_kv_heads, batch, head_dim)
     check_same("query", query, "keys", keys)
+    check_type("selection", selection, TokenSelection)
     _check_selection(selection.indices, query, keys)
     _check_spans(spans, keys)
     if mask is not None:
@@ -102,6 +104,7 @@ def selected_attention(
         raise error("cache", "both recalled and cache, or neither", "one of them")
     slots = slot_keys = slot_values = None
     if recalled is not None and cache is not None:
+        check_type("recalled", recalled, RecalledTokens)
         check_cache(cache, keys)
         slots, slot_keys, slot_values = recalled.slots, cache.slot_keys, cache.slot_values
         check_tensor("recalled.slots", slots, torch.int32)
@@ -169,6 +172,8 @@ def merge_states(a: AttentionState, b: AttentionState) -> AttentionState:
         >>> merge_states(a, b).out
         tensor([[[[5., 5.]]]])
     """
+    check_type("a", a, AttentionState)
+    check_type("b", b, AttentionState)
     check_tensor("a.out", a.out, *FLOATS)
     check_shape("a.out", a.out, "B", "Hq", 1, "D")
     check_tensor("b.out", b.out, a.out.dtype)

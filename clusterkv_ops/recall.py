@@ -21,6 +21,7 @@ from clusterkv_ops.validation import (
     check_same,
     check_shape,
     check_tensor,
+    check_type,
     error,
 )
 
@@ -111,6 +112,7 @@ def recall(
     check_device("values", values, "keys", keys)
     check_at_least("recall_steps", recall_steps, 0)
     batch, num_kv_heads, kv_len, _ = keys.shape
+    check_type("selection", selection, TokenSelection)
     indices = selection.indices
     check_tensor("selection.indices", indices, torch.int32)
     check_shape("selection.indices", indices, batch, "Hs", "S")
@@ -142,6 +144,7 @@ def _(
 
 def check_cache(cache: RecallCache, keys: Tensor) -> None:
     """A cache made for keys of this batch size, number of heads, head_dim and dtype."""
+    check_type("cache", cache, RecallCache)
     batch, num_kv_heads, _, head_dim = keys.shape
     check_tensor("cache.slot_keys", cache.slot_keys, keys.dtype)
     check_shape("cache.slot_keys", cache.slot_keys, batch, num_kv_heads, "N", head_dim)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clusterkv_ops.types import ClusterIndex
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
 HEAD_RULES = ("query_head", "kv_head")
@@ -30,6 +32,12 @@ def check_tensor(name: str, value: Any, *dtypes: torch.dtype) -> None:
         raise error(name, f"dtype {expected}", str(value.dtype).removeprefix("torch."))
     if value.requires_grad and torch.is_grad_enabled():
         raise error(name, "no gradient (inference only: use torch.no_grad())", "requires_grad")
+
+
+def check_type(name: str, value: Any, kind: type) -> None:
+    """One of the nouns of `types.py`."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: expected {kind.__name__}, got {type(value).__name__}")
 
 
 def check_shape(name: str, tensor: Tensor, *dims: Any) -> None:
@@ -115,6 +123,7 @@ def check_index(
     index: Any, batch: Any = "B", num_kv_heads: Any = "Hkv", head_dim: Any = "D"
 ) -> None:
     """A `ClusterIndex` whose three tensors fit together, with rows that never decrease."""
+    check_type("index", index, ClusterIndex)
     centroids, indptr, indices = index
     check_tensor("index.centroids", centroids, torch.float32)
     check_shape("index.centroids", centroids, batch, num_kv_heads, "C", head_dim)
