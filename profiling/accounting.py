@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from operator import itemgetter
 
 from clusterkv_ops.profiling.intervals import Intervals, clip, intersect, merge, subtract, total
@@ -27,31 +28,34 @@ SWEEP = MODEL + OVERHEAD
 
 @dataclass(frozen=True)
 class ModeRow:
-    """One mode: model_us + the overhead phases' exposed_us + idle_us = wall_us."""
+    """One mode: model_us + the overhead phases' exposed_us + idle_us = wall_us.
+
+    Where `unreliable` holds a reason, no share can be trusted, and all of them are None.
+    """
 
     mode: str
     calls: int
     wall_us: float
     model_us: float
-    model_pct: float
+    model_pct: float | None
     idle_us: float
-    idle_pct: float
+    idle_pct: float | None
     unreliable: str | None
 
 
 @dataclass(frozen=True)
 class PhaseRow:
     """One phase of a mode. Shares are of the mode's wall; `hidden_pct` is of the phase itself, and
-    None for the model's own phases, and where the trace can't tell."""
+    None for the model's own phases. All shares are None where the mode is unreliable."""
 
     mode: str
     phase: str
     count: int
     busy_us: float
-    busy_pct: float
+    busy_pct: float | None
     hidden_pct: float | None
     exposed_us: float
-    exposed_pct: float
+    exposed_pct: float | None
     bytes: int
     gb_per_s: float | None
 
@@ -72,7 +76,7 @@ class Account:
         """Nanoseconds of the windows."""
         return total(self.windows)
 
-    @property
+    @cached_property
     def model(self) -> Intervals:
         """When the model itself computed."""
         return merge(piece for phase in MODEL for piece in self.busy[phase])
@@ -111,50 +115,51 @@ def started_inside(spans: list[Span], windows: Intervals) -> list[Span]:
 def mode_row(accounted: Account, timeline: Timeline) -> ModeRow:
     """The mode as a whole."""
     wall, model, idle = accounted.wall, total(accounted.model), total(accounted.idle)
+    unreliable = timeline.unreliable.get(accounted.mode)
     return ModeRow(
         accounted.mode,
         len(timeline.calls_of(accounted.mode)),
         wall / 1e3,
         model / 1e3,
-        percent(model, wall),
+        None if unreliable else percent(model, wall),
         idle / 1e3,
-        percent(idle, wall),
-        timeline.unreliable.get(accounted.mode),
+        None if unreliable else percent(idle, wall),
+        unreliable,
     )
 
 
 def phase_rows(accounted: Account, is_reliable: bool = True) -> list[PhaseRow]:
     """One row for each phase that occurs."""
-    model = accounted.model
     by_phase: dict[str, list[Span]] = defaultdict(list)
     for span in accounted.spans:
         by_phase[span.phase].append(span)
-    rows = []
-    for phase in SHOWN:
-        spans = by_phase[phase]
-        busy = total(accounted.busy[phase])
-        if not busy and not spans:
-            continue
-        exposed = total(accounted.exposed[phase])
-        moved = sum(span.bytes for span in spans)
-        hidden = None
-        if phase in OVERHEAD and is_reliable:
-            hidden = percent(total(intersect(accounted.busy[phase], model)), busy)
-        rows.append(
-            PhaseRow(
-                accounted.mode,
-                phase,
-                sum(span.is_first for span in spans),
-                busy / 1e3,
-                percent(busy, accounted.wall),
-                hidden,
-                exposed / 1e3,
-                percent(exposed, accounted.wall),
-                moved,
-                moved / busy if moved and busy else None,
-            )
-        )
-    return rows
+    return [
+        _phase_row(accounted, phase, by_phase[phase], is_reliable)
+        for phase in SHOWN
+        if accounted.busy[phase] or by_phase[phase]
+    ]
+
+
+def _phase_row(accounted: Account, phase: str, spans: list[Span], is_reliable: bool) -> PhaseRow:
+    busy, exposed = accounted.busy[phase], accounted.exposed[phase]
+    hidden = intersect(busy, accounted.model)
+    moved = sum(span.bytes for span in spans)
+
+    def share(part: Intervals, whole: int) -> float | None:
+        return percent(total(part), whole) if is_reliable else None
+
+    return PhaseRow(
+        accounted.mode,
+        phase,
+        sum(span.is_first for span in spans),
+        total(busy) / 1e3,
+        share(busy, accounted.wall),
+        share(hidden, total(busy)) if phase in OVERHEAD else None,
+        total(exposed) / 1e3,
+        share(exposed, accounted.wall),
+        moved,
+        moved / total(busy) if moved and busy else None,
+    )
 
 
 def exposed_between(accounted: Account, start: int, end: int) -> dict[str, int]:

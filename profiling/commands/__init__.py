@@ -1,0 +1,1 @@
+"""The sub-commands of `python -m clusterkv_ops.profile`, one a module."""
