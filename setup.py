@@ -1,4 +1,4 @@
-"""Builds `clusterkv_ops._C` (CPU), and `clusterkv_ops._cuda` where a CUDA build of torch meets nvcc.
+"""Builds `clusterkv_ops._C` (CPU) and, where a CUDA torch meets nvcc, `clusterkv_ops._cuda`.
 
 Environment:
     CLUSTERKV_NO_EXTENSION=1  install without compiled kernels: the reference runs instead, slowly.
@@ -21,7 +21,15 @@ from setuptools import setup
 ROOT = Path(__file__).parent
 # The oldest torch whose stable ABI the libraries use: one build serves every torch from it on.
 ABI_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"
-CXX_FLAGS = ["-O3", "-fvisibility=hidden", "-Wall", "-Wno-psabi", ABI_TARGET]
+CXX_FLAGS = [
+    "-O3",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wno-psabi",
+    "-Wno-maybe-uninitialized",  # g++ 12 finds one in its own AVX-512 header
+    "-Wno-uninitialized",
+    ABI_TARGET,
+]
 DEFAULT_CUDA_ARCHITECTURES = "8.0;9.0"
 PACKAGES = [
     "clusterkv_ops",
@@ -32,7 +40,7 @@ PACKAGES = [
 
 
 def find_cuda_home() -> str | None:
-    """The toolkit that has headers. nvcc may be a wrapper script, so it is asked where it lives."""
+    """The toolkit that has headers. nvcc may be a wrapper script: it is asked where it lives."""
     places = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     nvcc = shutil.which("nvcc")
     if nvcc:

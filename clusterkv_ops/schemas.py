@@ -83,6 +83,10 @@ def _warning_once(function: Callable[..., object], message: str) -> Callable[...
 
 _warned: set[str] = set()
 has_cpu_kernels = _load("_C")
+if has_cpu_kernels:
+    # The instruction set that _C's kernels run on. No tensors, so no fake, oracle or CUDA kernel:
+    # it is not in SCHEMAS, and the completeness test skips it.
+    library.define("cpu_isa() -> str")
 has_cuda_kernels = torch.version.cuda is not None and _load("_cuda")
 
 for _name in SCHEMAS:

@@ -71,10 +71,10 @@ namespace clusterkv::avx512_bf16 {
 #include "isa.h"
 
 // The table of kernels, `NAME` of the namespace that the process runs on.
-#define CLUSTERKV_PICK(NAME)                                                       \
-  (active_isa() == Isa::kAvx512Bf16 ? avx512_bf16::NAME                            \
-   : active_isa() == Isa::kAvx512   ? avx512::NAME                                 \
-   : active_isa() == Isa::kAvx2     ? avx2::NAME                                   \
+#define CLUSTERKV_PICK(NAME)                            \
+  (active_isa() == Isa::kAvx512Bf16 ? avx512_bf16::NAME \
+   : active_isa() == Isa::kAvx512   ? avx512::NAME      \
+   : active_isa() == Isa::kAvx2     ? avx2::NAME        \
                                     : base::NAME)
 
 #else

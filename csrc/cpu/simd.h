@@ -1,9 +1,9 @@
 // Vectors of W floats. Included once per instruction set by per_isa.h: no `#pragma once`.
 //
 // A row of T is read two vectors at a time, in "packed order": load_pair(p) turns 2W elements into
-// (a, b). For float and FP16 that is (first W, last W). For BF16 it is (even, odd): one load and one
-// instruction a vector instead of two, because a BF16 is the upper half of a float. Whoever reads
-// rows in packed order keeps its other operand packed (see position_in_pair).
+// (a, b). For float and FP16 that is (first W, last W). For BF16 it is (even, odd): one load and
+// one instruction a vector instead of two, because a BF16 is the upper half of a float. Whoever
+// reads rows in packed order keeps its other operand packed (see position_in_pair).
 
 #if CLUSTERKV_ISA >= 2
 constexpr int W = 16;
@@ -78,10 +78,11 @@ CLUSTERKV_INLINE void sums_of_four(Vec v0, Vec v1, Vec v2, Vec v3, float* out) {
 #endif
 }
 
-// exp(x) for x <= 0, relative error about 1e-7; exactly 0 below -87.3 (Cephes' polynomial).
+// exp(x) for x <= 0, relative error about 1e-7; exactly 0 below -87.3 (Cephes' polynomial). NaN
+// stays NaN.
 CLUSTERKV_INLINE Vec exp_of_negative(Vec x) {
   const Vec low = splat(-87.3f);
-  const Vec clamped = maximum(x, low);
+  const Vec clamped = maximum(low, x);
   const Vec shifted = clamped * 1.44269504f + 12582912.f;  // rounds to an integer in the low bits
   const Vec n = shifted - 12582912.f;
   const Vec r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -93,7 +94,7 @@ CLUSTERKV_INLINE Vec exp_of_negative(Vec x) {
   y = y * r + 5.0000001201e-1f;
   y = y * r * r + r + 1.f;
   const VecBits power = ((VecBits)shifted << 23) + 0x3f800000u;
-  return (Vec)((VecBits)(y * (Vec)power) & (VecBits)(x > low));
+  return (Vec)((VecBits)(y * (Vec)power) & ~(VecBits)(x <= low));
 }
 
 CLUSTERKV_INLINE void load_pair(const float* p, Vec& a, Vec& b) { a = load(p), b = load(p + W); }
