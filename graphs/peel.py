@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 _REPEAT_INTERLEAVE = ("repeat_interleave", torch.repeat_interleave)
 _SAME_VALUES = {"contiguous", "clone", "detach", "to", "type_as", torch.clone, torch.detach}
@@ -160,14 +161,23 @@ def _is_prefix(node: fx.Node, tokens: int) -> bool:
     if Ellipsis in items:
         at = items.index(Ellipsis)
         items[at : at + 1] = [slice(None)] * (4 - len(items) + 1)
-    if len(items) > 4 or not all(isinstance(item, slice) for item in items):
+    source = shape_of(node.args[0])
+    if source is None or len(items) > 4 or not all(isinstance(item, slice) for item in items):
         return False
     for dim, item in enumerate(items):
         if item.step not in (None, 1) or item.start not in (None, 0):
             return False
-        if item.stop is not None and dim != tokens:
+        if dim != tokens and not is_whole(item, source[dim]):
             return False
     return True
+
+
+def is_whole(item: Any, size: Any) -> bool:
+    """Whether an index takes all of a dimension of that size: `:`, or `:n` where n is the size."""
+    if not isinstance(item, slice) or item.start not in (None, 0) or item.step not in (None, 1):
+        return False
+    stop = item.stop.meta.get("example_value") if isinstance(item.stop, fx.Node) else item.stop
+    return stop is None or statically_known_true(stop == size)
 
 
 def _equal(a: Any, b: Any) -> bool:

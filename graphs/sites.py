@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import fx
 
-from clusterkv_ops.graphs.peel import Dims, Peeled, argument, peel, shape_of
+from clusterkv_ops.graphs.peel import Dims, Peeled, argument, is_whole, peel, shape_of
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 _CAT = {torch.cat, torch.concat, torch.concatenate}
@@ -244,11 +244,11 @@ def _write(user: fx.Node, buffer: fx.Node) -> tuple[fx.Node, Any, int] | None:
         dim, index, new = user.args[1:4]
         return new, index, dim % 4
     if user.target is operator.setitem:
-        where = _index(user.args[1])
+        where = _index(user.args[1], buffer)
         return (user.args[2], *where) if where and isinstance(user.args[2], fx.Node) else None
     if user.target is operator.getitem or user.target in ("narrow", torch.narrow):
         copies = [c for c in user.users if c.target == "copy_" and c.args[0] is user]
-        where = _index(user.args[1]) if user.target is operator.getitem else _narrow(user)
+        where = _index(user.args[1], buffer) if user.target is operator.getitem else _narrow(user)
         return (copies[0].args[1], *where) if where and len(copies) == 1 else None
     return None
 
@@ -257,15 +257,18 @@ def _narrow(node: fx.Node) -> tuple[Any, int]:
     return argument(node, 2, "start"), argument(node, 1, "dim") % 4
 
 
-def _index(items: Any) -> tuple[Any, int] | None:
+def _index(items: Any, buffer: fx.Node) -> tuple[Any, int] | None:
     """The one dimension that an index picks tokens along, and the first token or their tensor."""
-    if not isinstance(items, tuple) or None in items:
+    shape = shape_of(buffer)
+    if not isinstance(items, tuple) or None in items or shape is None or len(shape) != 4:
         return None
     items = list(items)
     if Ellipsis in items:
         at = items.index(Ellipsis)
         items[at : at + 1] = [slice(None)] * (4 - len(items) + 1)
     picked = [(d, item) for d, item in enumerate(items) if item != slice(None)]
+    if len(picked) > 1:
+        picked = [(d, item) for d, item in picked if not is_whole(item, shape[d])]
     if len(picked) != 1:
         return None
     dim, item = picked[0]
