@@ -52,16 +52,16 @@ CLUSTERKV_INLINE void assign_rows(const float* keys, int64_t stride, int head_di
     }
   }
   for (int t = 0; t < Count; ++t) {
-    float score = -INFINITY;
-    int32_t label = ids[0];  // of a key that is not a number
-    for (int lane = 0; lane < W; ++lane) {
-      const int32_t id = ids[place[t][lane] * W + lane];
-      if (best[t][lane] > score || (best[t][lane] == score && id < label)) {
-        score = best[t][lane];
-        label = id;
-      }
+    // Of equal scores the lowest place wins; places ascend with ids.
+    alignas(64) int32_t halves[W];
+    std::memcpy(halves, &place[t], sizeof halves);
+    int32_t first = INT32_MAX;
+    for (uint32_t lanes = lanes_equal(best[t], splat(max_of(best[t]))); lanes != 0;
+         lanes &= lanes - 1) {
+      const int lane = __builtin_ctz(lanes);
+      first = std::min(first, halves[lane] * W + lane);
     }
-    labels[t] = label;
+    labels[t] = ids[first == INT32_MAX ? 0 : first];  // a key that is not a number: the first
   }
 }
 

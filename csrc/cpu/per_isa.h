@@ -23,9 +23,11 @@
 
 #ifdef CLUSTERKV_KERNEL_TEXT
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #define CLUSTERKV_INLINE static inline __attribute__((always_inline))
 

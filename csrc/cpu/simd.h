@@ -22,7 +22,15 @@ typedef int32_t VecInt __attribute__((vector_size(4 * W), may_alias));
 typedef uint32_t VecBits __attribute__((vector_size(4 * W), may_alias));
 typedef uint32_t VecBitsLoad __attribute__((vector_size(4 * W), may_alias, aligned(1)));
 
-CLUSTERKV_INLINE Vec splat(float x) { return Vec{} + x; }
+CLUSTERKV_INLINE Vec splat(float x) {
+#if CLUSTERKV_ISA >= 2
+  return _mm512_set1_ps(x);
+#elif CLUSTERKV_ISA == 1
+  return _mm256_set1_ps(x);
+#else
+  return Vec{x, x, x, x};
+#endif
+}
 CLUSTERKV_INLINE Vec load(const float* p) { return (Vec) * reinterpret_cast<const VecLoad*>(p); }
 CLUSTERKV_INLINE void store(float* p, Vec v) { *reinterpret_cast<VecLoad*>(p) = (VecLoad)v; }
 
@@ -37,13 +45,31 @@ CLUSTERKV_INLINE Vec maximum(Vec a, Vec b) {
 #endif
 }
 
+// The largest lane.
 CLUSTERKV_INLINE float max_of(Vec v) {
 #if CLUSTERKV_ISA >= 2
   return _mm512_reduce_max_ps(v);
+#elif CLUSTERKV_ISA == 1
+  __m128 m = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+  return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
 #else
   float best = v[0];
   for (int i = 1; i < W; ++i) best = v[i] > best ? v[i] : best;
   return best;
+#endif
+}
+
+// Bit i: whether the lanes i are equal.
+CLUSTERKV_INLINE uint32_t lanes_equal(Vec a, Vec b) {
+#if CLUSTERKV_ISA >= 2
+  return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ);
+#elif CLUSTERKV_ISA == 1
+  return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_EQ_OQ));
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < W; ++i) bits |= static_cast<uint32_t>(a[i] == b[i]) << i;
+  return bits;
 #endif
 }
 
