@@ -50,7 +50,8 @@ def selected_attention(
 
     Args:
         query: ``[B, Hq, 1, D]`` float32, bfloat16 or float16; Hq a multiple of Hkv.
-        keys, values: ``[B, Hkv, T, D]`` in the query's dtype; any strides, nothing is copied.
+        keys, values: ``[B, Hkv, T, D]`` in the query's dtype; any strides of B, Hkv and T, and
+            nothing is copied.
         selection: ``indices [B, Hs, S]`` int32, Hs = Hq or Hkv; -1 is skipped.
         spans: ``[B, 2, 2]`` int32, begin and end of the sinks and of the recent tokens, see
             `always_attended`. An empty span begins where it ends.
@@ -260,7 +261,7 @@ def _check_spans(spans: Tensor, keys: Tensor) -> None:
 
 
 def _check_mask(mask: Tensor, query: Tensor, kv_len: int) -> None:
-    check_tensor("mask", mask, torch.bool, *FLOATS)
+    check_tensor("mask", mask, torch.bool, *FLOATS, has_any_strides=True)
     check_shape("mask", mask, query.shape[0], "1 or Hq", 1, kv_len)
     if mask.shape[1] != 1 and mask.shape[1] != query.shape[1]:
         raise error("mask", f"1 or {query.shape[1]} heads", mask.shape[1])

@@ -46,7 +46,8 @@ def cluster_keys(
     clusters stay empty with a zero centroid. A row's result doesn't depend on its neighbours.
 
     Args:
-        keys: ``[B, Hkv, T, D]`` float32, bfloat16 or float16, after rotary embedding; any strides.
+        keys: ``[B, Hkv, T, D]`` float32, bfloat16 or float16, after rotary embedding; any
+            strides of B, Hkv and T.
         num_clusters: clusters of each row, at most T; an int, or ``[B]`` int32 or int64 for rows
             of different lengths (C is then the largest of them).
         max_iter: most updates, at least 1.
@@ -240,7 +241,7 @@ def assign_clusters(keys: Tensor, centroids: Tensor, *, valid: Tensor | None = N
     A centroid of norm zero has the cosine 0 with every key.
 
     Args:
-        keys: ``[B, Hkv, T, D]`` float32, bfloat16 or float16; any strides.
+        keys: ``[B, Hkv, T, D]`` float32, bfloat16 or float16; any strides of B, Hkv and T.
         centroids: ``[B, Hkv, C, D]`` float32.
         valid: ``[B, 2]`` int32, begin and end of the tokens of each row to assign.
 
@@ -280,7 +281,7 @@ def update_centroids(keys: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:
     """The mean of the raw keys of each cluster, in float32.
 
     Args:
-        keys: ``[B, Hkv, T, D]`` float32, bfloat16 or float16; any strides.
+        keys: ``[B, Hkv, T, D]`` float32, bfloat16 or float16; any strides of B, Hkv and T.
         labels: ``[B, Hkv, T]`` int32, the cluster of each token; -1 for none.
         centroids: ``[B, Hkv, C, D]`` float32; an empty cluster keeps its row of it.
 
@@ -325,7 +326,7 @@ def _initial_tokens_of(
     batch, _, kv_len, _ = keys.shape
     check_at_least("seed", seed, 0)
     if isinstance(num_clusters, Tensor):
-        check_tensor("num_clusters", num_clusters, torch.int32, torch.int64)
+        check_tensor("num_clusters", num_clusters, torch.int32, torch.int64, has_any_strides=True)
         check_shape("num_clusters", num_clusters, batch)
         low, high = (int(bound) for bound in num_clusters.aminmax())
     else:

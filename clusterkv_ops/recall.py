@@ -75,7 +75,7 @@ def recall(
     slot is freed at once, though this step's rows stay readable.
 
     Args:
-        keys, values: ``[B, Hkv, T, D]`` of one dtype; any strides.
+        keys, values: ``[B, Hkv, T, D]`` of one dtype; any strides of B, Hkv and T.
         selection: ``indices [B, Hs, S]`` int32, -1 is skipped.
         cache: updated in place; needs ``(recall_steps + 1) * S * Hs / Hkv`` slots, or T.
         recall_steps: steps that a token stays after it was last wanted, at least 0.

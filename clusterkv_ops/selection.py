@@ -44,7 +44,7 @@ def select_clusters(
       of ``p_g / size`` over the group: the attention that one of its tokens gets.
 
     Args:
-        query: ``[B, Hq, 1, D]`` float32, bfloat16 or float16; Hq a multiple of Hkv; any strides.
+        query: ``[B, Hq, 1, D]`` float32, bfloat16 or float16; Hq a multiple of Hkv.
         index: of C clusters over Hkv heads; places behind its last token are ignored.
         budget: tokens to select, at least 1.
         head_rule: ``"query_head"`` or ``"kv_head"``.

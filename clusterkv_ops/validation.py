@@ -23,8 +23,10 @@ def error(name: str, expected: str, got: object) -> ValueError:
     return ValueError(f"{name}: expected {expected}, got {got}")
 
 
-def check_tensor(name: str, value: Any, *dtypes: torch.dtype) -> None:
-    """A tensor of one of `dtypes`, which nobody wants a gradient of."""
+def check_tensor(
+    name: str, value: Any, *dtypes: torch.dtype, has_any_strides: bool = False
+) -> None:
+    """A tensor of one of `dtypes`, its rows contiguous, which nobody wants a gradient of."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
     if value.dtype not in dtypes:
@@ -32,6 +34,8 @@ def check_tensor(name: str, value: Any, *dtypes: torch.dtype) -> None:
         raise error(name, f"dtype {expected}", str(value.dtype).removeprefix("torch."))
     if value.requires_grad and torch.is_grad_enabled():
         raise error(name, "no gradient (inference only: use torch.no_grad())", "requires_grad")
+    if not has_any_strides and value.dim() > 0 and value.shape[-1] > 1 and value.stride(-1) != 1:
+        raise error(name, "stride 1 in the last dimension", value.stride(-1))
 
 
 def check_type(name: str, value: Any, kind: type) -> None:
@@ -76,7 +80,7 @@ def check_at_least(name: str, value: Any, low: int) -> None:
 
 
 def check_keys(name: str, keys: Any) -> None:
-    """Keys or values as the operators read them: `[B, Hkv, T, D]`, any strides."""
+    """Keys as the operators read them: `[B, Hkv, T, D]`, any strides of B, Hkv and T."""
     check_tensor(name, keys, *FLOATS)
     check_shape(name, keys, "B", "Hkv", "T", "D")
     if keys.shape[3] > MAX_HEAD_DIM or keys.shape[3] < 1:
@@ -95,7 +99,7 @@ def check_query(query: Any, num_kv_heads: int, batch: int, head_dim: int) -> Non
 
 def check_valid(valid: Any, keys: Tensor) -> None:
     """Token ranges `[B, 2]` int32 inside the keys."""
-    check_tensor("valid", valid, torch.int32)
+    check_tensor("valid", valid, torch.int32, has_any_strides=True)
     check_shape("valid", valid, keys.shape[0], 2)
     check_device("valid", valid, "keys", keys)
     if not is_readable():

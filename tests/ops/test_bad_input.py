@@ -166,6 +166,11 @@ CLUSTERING: dict[str, Case] = {
         ValueError,
         "keys: expected no gradient (inference only: use torch.no_grad()), got requires_grad",
     ),
+    "keys with strided rows": (
+        lambda g: cluster(g, keys=g.keys[..., ::2]),
+        ValueError,
+        "keys: expected stride 1 in the last dimension, got 2",
+    ),
     "head_dim of 257": (
         lambda g: cluster(g, keys=g.keys.new_zeros(1, 1, 40, 257)),
         ValueError,
@@ -248,7 +253,7 @@ CLUSTERING: dict[str, Case] = {
     ),
     "a label past the clusters": (
         lambda g: ck.update_centroids(
-            g.keys, torch.full_like(g.keys[..., 0], 5).int(), g.index.centroids
+            g.keys, g.index.indices.new_full((2, 2, 40), 5), g.index.centroids
         ),
         ValueError,
         "labels: expected entries from -1 to 4, got 5 to 5",
