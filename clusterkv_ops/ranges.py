@@ -11,6 +11,6 @@ _NOTHING = nullcontext()
 
 def named_range(name: str) -> AbstractContextManager[object]:
     """A `record_function` range while a profiler runs, nothing otherwise."""
-    if torch.autograd._profiler_enabled():
+    if torch.autograd.profiler._is_profiler_enabled:  # the process's flag; others are a thread's
         return torch.profiler.record_function(name)
     return _NOTHING
