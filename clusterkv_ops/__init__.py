@@ -4,6 +4,10 @@ Decoding is four verbs on one data structure: clustering makes a `ClusterIndex` 
 selection picks tokens for a query, recall brings them to the device, attention reads them.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from clusterkv_ops.attention import always_attended, merge_states, selected_attention
 from clusterkv_ops.clustering import (
     assign_clusters,
@@ -23,18 +27,24 @@ from clusterkv_ops.types import (
     TokenSelection,
 )
 
+if TYPE_CHECKING:
+    from clusterkv_ops.graphs import ClusterKVBackend, ClusterKVStats, clusterkv_backend
+
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionState",
     "ClusterIndex",
+    "ClusterKVBackend",
     "ClusterKVConfig",
+    "ClusterKVStats",
     "RecallCache",
     "RecalledTokens",
     "TokenSelection",
     "always_attended",
     "assign_clusters",
     "cluster_keys",
+    "clusterkv_backend",
     "empty_cache",
     "extend_index",
     "initial_tokens",
@@ -44,3 +54,12 @@ __all__ = [
     "selected_attention",
     "update_centroids",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The backend, imported when it is first asked for: Dynamo is slow to import."""
+    if name not in ("ClusterKVBackend", "ClusterKVStats", "clusterkv_backend"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from clusterkv_ops import graphs
+
+    return getattr(graphs, name)

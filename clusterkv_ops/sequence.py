@@ -5,8 +5,9 @@ side. Keys and values come in with every call; who owns them is not its business
 
 Shapes: B batch, Hq / Hkv heads, T tokens held, S selected tokens, D head_dim.
 
-    tokens of a row:  padding | sinks | segment 0 (prompt) | segment 1 | ... | recent
-                      ^start          ^                                      ^clustered_end  ^kv_len
+    a row:  padding | sinks | segment 0 (prompt) | segment 1 | ... | recent |
+                    ^start                                         ^clustered_end
+                                                                            ^kv_len
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Sequence:
         self._pending: Task[None] | None = None
         self._is_foreign = False
         self._spans: Tensor | None = None
+        self._spans_end = 0
         self._lane: Lane = side_lane("clustering") if config.async_clustering else MainLane()
 
     @property
@@ -348,7 +350,7 @@ class Sequence:
         self._pending = self._lane.submit(cluster)
 
     def _clusters_for(self, num_tokens: int, *, is_first: bool) -> int:
-        """Clusters for one row's stretch of tokens: as many as the prompt's or a window's rule says."""
+        """Clusters for a row's stretch of tokens, by the rule of prompts or of windows."""
         config = self.config
         if num_tokens <= 0:
             return 0
@@ -358,11 +360,11 @@ class Sequence:
         return max(1, min(num_tokens, round(share)))
 
     def _reserve(self, keys: Tensor, num_clusters: int, num_tokens: int) -> ClusterIndex:
-        """The index with room for that many clusters and tokens; grows by an eighth or a window."""
+        """The index with room for that many clusters and tokens, and for some more."""
         old = self._index
-        if old is not None:
-            if num_clusters <= old.centroids.shape[2] and num_tokens <= old.indices.shape[2]:
-                return old
+        room = (0, 0) if old is None else (old.centroids.shape[2], old.indices.shape[2])
+        if old is not None and num_clusters <= room[0] and num_tokens <= room[1]:
+            return old
         batch, heads, _, head_dim = keys.shape
         more_clusters = max(num_clusters // 8, 2 * self.config.clusters_per_interval)
         more_tokens = max(num_tokens // 8, 2 * self.config.recluster_interval)

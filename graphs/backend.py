@@ -6,13 +6,13 @@ import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence as AnySequence
+from collections.abc import Callable
+from collections.abc import Sequence as AnySequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo.backends.registry import lookup_backend
 
 from clusterkv_ops.config import ClusterKVConfig
 from clusterkv_ops.counters import Counters
@@ -81,6 +81,8 @@ class ClusterKVBackend:
     def _compile(self, gm: fx.GraphModule, example_inputs: AnySequence[Any]) -> Compiled:
         if self.inner == "eager":
             return gm.forward
+        from torch._dynamo.backends.registry import lookup_backend  # slow to import
+
         compiled: Compiled = lookup_backend(self.inner)(gm, list(example_inputs))
         return compiled
 
@@ -259,7 +261,7 @@ def clusterkv(
     options: dict[str, Any] | None = None,
     **_: Any,
 ) -> Compiled:
-    """The backend by name: ``torch.compile(model, backend="clusterkv", options={"budget": 1024})``.
+    """``torch.compile(model, backend="clusterkv", options={"budget": 1024})``: by name.
 
     Equal options share one backend, found again by `named_backend`.
     """

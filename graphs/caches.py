@@ -93,12 +93,11 @@ class CacheRegistry:
         length = keys.shape[2]
         with self._lock:
             record = self._find(keys, values)
-            if record is not None and not record.is_busy:
-                if length == record.length or not is_shared:
-                    record.is_busy = True
-                    return self._reopen(record, keys, length)
+            if record is not None and (length == record.length or not is_shared):
+                record.is_busy = True
+                return self._reopen(record, keys, length)
         self._counters.add(store_copies=1)
-        if record is not None and not record.is_busy:
+        if record is not None:
             sequence, row_hash = record.sequence.fork(length), None
         else:
             sequence, row_hash = self._adopt(layer, keys)
@@ -111,7 +110,10 @@ class CacheRegistry:
         store = cache.store
         assert store is not None
         record = Record(
-            cache.sequence, store.buffer.shape, store.length, row_hash=cache.row_hash,
+            cache.sequence,
+            store.buffer.shape,
+            store.length,
+            row_hash=cache.row_hash,
             item_bytes=store.buffer.element_size(),
         )
         storage = store.buffer.untyped_storage()
@@ -141,7 +143,10 @@ class CacheRegistry:
 
     def close_buffer(self, cache: OpenCache, keys: Tensor) -> None:
         record = Record(
-            cache.sequence, keys.shape, offset=keys.storage_offset(), version=version_of(keys),
+            cache.sequence,
+            keys.shape,
+            offset=int(keys.storage_offset()),
+            version=version_of(keys),
             item_bytes=keys.element_size(),
         )
         with self._lock:
@@ -150,7 +155,7 @@ class CacheRegistry:
 
     def _find(self, keys: Tensor, values: Tensor) -> Record | None:
         record = self._records.get(keys.untyped_storage(), {}).get(0)
-        if record is None or len(record.shape) != 5:
+        if record is None or record.is_busy or len(record.shape) != 5:
             return None
         whole = KVStore.behind(keys, record.shape, record.length).views()
         is_ours = is_first_part(keys, whole[0]) and is_first_part(values, whole[1])

@@ -24,7 +24,7 @@ class RowHash(NamedTuple):
 
 
 def extended(before: RowHash | None, keys: Tensor) -> RowHash | None:
-    """The hash after new keys `[B, Hkv, n, D]`. None for a single row, which can't be reordered."""
+    """The hash after new keys `[B, Hkv, n, D]`; None for one row, which has no order."""
     batch, _, num_new, _ = keys.shape
     if batch == 1:
         return None

@@ -63,12 +63,17 @@ def rewrite_pass(
     token = _token(gm, sites[0])
     plans = []
     for number, (site, layer) in enumerate(zip(sites, layers, strict=True)):
-        assert site.keys is not None and site.values is not None
+        assert site.keys is not None
+        assert site.values is not None
         plans.append(_plan(site.keys, site.values, layer, inputs, outputs))
         _replace(gm.graph, site, number, token)
     dropped = {
-        place for plan in plans if plan.idiom == "cat" for places in plan.outputs for place in places
+        place
+        for plan in plans
+        if plan.idiom == "cat"
+        for place in (*plan.outputs[0], *plan.outputs[1])
     }
+    outputs = list(output.args[0])  # attention's results may be among them
     kept = [place for place in range(len(outputs)) if place not in dropped]
     output.args = (tuple(outputs[place] for place in kept),)
     for site in sites:
@@ -104,7 +109,8 @@ def _plan(
 
 def _replace(graph: fx.Graph, site: Site, number: int, token: fx.Node) -> None:
     node, keys, values = site.node, site.keys, site.values
-    assert keys is not None and values is not None
+    assert keys is not None
+    assert values is not None
     query, mask = argument(node, 0, "query"), argument(node, 3, "attn_mask")
     is_causal, scale = bool(argument(node, 5, "is_causal", False)), argument(node, 6, "scale")
     scale = None if scale is None else float(scale)

@@ -72,7 +72,7 @@ class Site:
         return self.keys.idiom if self.keys else "-"
 
 
-class _LeftAlone(Exception):
+class _LeftAloneError(Exception):
     """Why a site can't be rewritten."""
 
 
@@ -80,14 +80,14 @@ def find_sites(graph: fx.Graph) -> list[Site]:
     """Every attention site of a Dynamo graph, in order. The graph is not changed."""
     sites = []
     for node in graph.nodes:
-        if node.op != "call_function":
+        if node.op not in ("call_function", "call_method"):
             continue
         path, layer = module_path(node)
         if node.target is SDPA:
             try:
                 keys, values = _caches(node)
                 sites.append(Site(node, path, layer, keys, values))
-            except _LeftAlone as why:
+            except _LeftAloneError as why:
                 sites.append(Site(node, path, layer, reason=str(why)))
         elif reason := _other_attention(node):
             sites.append(Site(node, path, layer, reason=reason))
@@ -116,33 +116,33 @@ def _caches(node: fx.Node) -> tuple[CacheNodes, CacheNodes]:
     _check_call(node, query, key, value)
     keys, values = _cache(key, "keys", node), _cache(value, "values", node)
     if keys.idiom != values.idiom or keys.dims != values.dims:
-        raise _LeftAlone("keys and values are cached in different ways")
+        raise _LeftAloneError("keys and values are cached in different ways")
     return keys, values
 
 
 def _check_call(node: fx.Node, query: Any, key: Any, value: Any) -> None:
     tensors = [x.meta.get("example_value") for x in (query, key, value)]
     if not all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in tensors):
-        raise _LeftAlone("query, key and value are not [B, H, T, D]")
+        raise _LeftAloneError("query, key and value are not [B, H, T, D]")
     q, k, v = tensors
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise _LeftAlone("gradients are on: call the model under torch.no_grad()")
+        raise _LeftAloneError("gradients are on: call the model under torch.no_grad()")
     if argument(node, 4, "dropout_p", 0.0) != 0.0:
-        raise _LeftAlone("dropout")
+        raise _LeftAloneError("dropout")
     if q.dtype not in _DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise _LeftAlone(f"dtype {k.dtype} (supported: float32, bfloat16, float16)")
+        raise _LeftAloneError(f"dtype {k.dtype} (supported: float32, bfloat16, float16)")
     if not isinstance(k.shape[3], int) or k.shape[3] > _MAX_HEAD_DIM:
-        raise _LeftAlone(f"head_dim {k.shape[3]} is over {_MAX_HEAD_DIM}")
+        raise _LeftAloneError(f"head_dim {k.shape[3]} is over {_MAX_HEAD_DIM}")
     if v.shape[3] != k.shape[3]:
-        raise _LeftAlone("keys and values differ in head_dim")
+        raise _LeftAloneError("keys and values differ in head_dim")
     mask = argument(node, 3, "attn_mask")
     seen = mask.meta.get("example_value") if isinstance(mask, fx.Node) else None
     if mask is not None and not (isinstance(seen, torch.Tensor) and seen.dim() in (2, 3, 4)):
-        raise _LeftAlone("unknown mask")
+        raise _LeftAloneError("unknown mask")
     if isinstance(seen, torch.Tensor) and seen.dtype not in (torch.bool, *_DTYPES):
-        raise _LeftAlone(f"unknown mask: dtype {seen.dtype}")
+        raise _LeftAloneError(f"unknown mask: dtype {seen.dtype}")
     if not isinstance(argument(node, 6, "scale"), float | int | None):
-        raise _LeftAlone("the softmax scale is computed in the graph")
+        raise _LeftAloneError("the softmax scale is computed in the graph")
 
 
 def _cache(operand: fx.Node, name: str, site: fx.Node) -> CacheNodes:
@@ -154,35 +154,37 @@ def _cache(operand: fx.Node, name: str, site: fx.Node) -> CacheNodes:
     if written:
         return _buffer_cache(peeled, written, name)
     if root.op == "placeholder":
-        raise _LeftAlone(f"cross-attention, or a cache that does not grow: {name} are not written")
+        raise _LeftAloneError(
+            f"cross-attention, or a cache that does not grow: {name} are not written"
+        )
     if root.op in ("get_attr",) or root.target in _CREATE:
-        raise _LeftAlone(f"{name} come from a constant")
-    raise _LeftAlone(f"no cache: {name} come from {_name(root)}")
+        raise _LeftAloneError(f"{name} come from a constant")
+    raise _LeftAloneError(f"no cache: {name} come from {_name(root)}")
 
 
 def _cat_cache(peeled: Peeled, name: str) -> CacheNodes:
     cat, dims = peeled.root, peeled.dims
     pieces, dim = cat.args[0], argument(cat, 1, "dim", 0)
     if not isinstance(pieces, list | tuple) or len(pieces) != 2 or dim % 4 != dims[2]:
-        raise _LeftAlone(f"no cache: {name} come from a concatenation of another kind")
+        raise _LeftAloneError(f"no cache: {name} come from a concatenation of another kind")
     past, new = pieces
     if not isinstance(past, fx.Node) or not isinstance(new, fx.Node):
-        raise _LeftAlone(f"no cache: {name} come from a concatenation of another kind")
+        raise _LeftAloneError(f"no cache: {name} come from a concatenation of another kind")
     if peeled.prefix is not cat:
-        raise _LeftAlone(f"cached {name} are cut before attention")
+        raise _LeftAloneError(f"cached {name} are cut before attention")
     uses = {user for user in cat.users if user.op != "output"}
     reaching = {user for user in uses if _feeds_attention_only(user)}
     for user in uses - reaching:
         if user.target is operator.getitem:
-            raise _LeftAlone(f"sliding window: a part of the cached {name} is kept")
-        raise _LeftAlone(f"cached {name} are also used by {_name(user)}")
+            raise _LeftAloneError(f"sliding window: a part of the cached {name} is kept")
+        raise _LeftAloneError(f"cached {name} are also used by {_name(user)}")
     if not any(user.op == "output" for user in cat.users):
-        raise _LeftAlone(f"no cache: concatenated {name} are not returned")
+        raise _LeftAloneError(f"no cache: concatenated {name} are not returned")
     size = shape_of(past)
     if size is not None and any(isinstance(s, int) and s == 0 for s in size):
         return CacheNodes("cat", cat, None, new, None, dims, cat, dims)
     if past.op != "placeholder":
-        raise _LeftAlone(f"cached {name} are computed in the graph by {_name(past)}")
+        raise _LeftAloneError(f"cached {name} are computed in the graph by {_name(past)}")
     return CacheNodes("cat", cat, past, new, None, dims, cat, dims)
 
 
@@ -199,12 +201,12 @@ def peel_step(node: fx.Node) -> fx.Node | None:
     """The node that `node` is a view of, where peel can look through it."""
     if node.op not in ("call_method", "call_function") or not node.args:
         return None
-    source = node.args[0]
+    source: Any = node.args[0]
     views = ("expand", "unsqueeze", "reshape", "view", "flatten", "transpose", "permute")
     views = (*views, "contiguous", "clone", "repeat_interleave", "to", "swapaxes")
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    is_index = node.target is operator.getitem and isinstance(node.args[1], tuple)
-    has_new_dim = is_index and None in node.args[1]
+    index: Any = node.args[1] if node.target is operator.getitem else None
+    has_new_dim = isinstance(index, tuple) and None in index
     is_view = name in views or has_new_dim
     return source if is_view and isinstance(source, fx.Node) else None
 
@@ -214,14 +216,16 @@ def _buffer_cache(
 ) -> CacheNodes:
     buffer, dims = peeled.root, peeled.dims
     if len(written) != 1:
-        raise _LeftAlone(f"the {name} buffer is written {len(written)} times")
+        raise _LeftAloneError(f"the {name} buffer is written {len(written)} times")
     new, positions, dim = written[0]
     if dim != dims[2]:
-        raise _LeftAlone(f"the {name} buffer is written along dimension {dim}, not its tokens")
+        raise _LeftAloneError(
+            f"the {name} buffer is written along dimension {dim}, not its tokens"
+        )
     if buffer.op not in ("placeholder", "get_attr") and not _is_created(buffer):
-        raise _LeftAlone(f"the {name} buffer is computed in the graph by {_name(buffer)}")
-    operand = peeled.prefix
-    return CacheNodes("in_place", buffer, buffer, new, positions, dims, operand, peeled.prefix_dims)
+        raise _LeftAloneError(f"the {name} buffer is computed in the graph by {_name(buffer)}")
+    operand, operand_dims = peeled.prefix, peeled.prefix_dims
+    return CacheNodes("in_place", buffer, buffer, new, positions, dims, operand, operand_dims)
 
 
 def _is_created(node: fx.Node) -> bool:
@@ -238,17 +242,17 @@ def _writes(buffer: fx.Node, site: fx.Node) -> list[tuple[fx.Node, Any, int]]:
 
 
 def _write(user: fx.Node, buffer: fx.Node) -> tuple[fx.Node, Any, int] | None:
-    if user.args[:1] != (buffer,):
+    args: Any = user.args
+    if args[:1] != (buffer,):
         return None
     if user.target == "index_copy_":
-        dim, index, new = user.args[1:4]
-        return new, index, dim % 4
+        return args[3], args[2], args[1] % 4
     if user.target is operator.setitem:
-        where = _index(user.args[1], buffer)
-        return (user.args[2], *where) if where and isinstance(user.args[2], fx.Node) else None
+        where = _index(args[1], buffer)
+        return (args[2], *where) if where and isinstance(args[2], fx.Node) else None
     if user.target is operator.getitem or user.target in ("narrow", torch.narrow):
-        copies = [c for c in user.users if c.target == "copy_" and c.args[0] is user]
-        where = _index(user.args[1], buffer) if user.target is operator.getitem else _narrow(user)
+        copies: list[Any] = [c for c in user.users if c.target == "copy_" and c.args[0] is user]
+        where = _index(args[1], buffer) if user.target is operator.getitem else _narrow(user)
         return (copies[0].args[1], *where) if where and len(copies) == 1 else None
     return None
 

@@ -7,6 +7,7 @@ needs no knowledge of crops, reordered rows or who owns the cache.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class Oracle:
         scaling: float | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        batch, heads, num_queries, head_dim = query.shape
+        _, heads, num_queries, head_dim = query.shape
         visible = self._visible(query, key, attention_mask)
         kv_len = int(visible[:, :, -1].any(1).any(0).nonzero().max()) + 1
         starts = visible[:, 0, -1].int().argmax(-1).tolist()
@@ -153,5 +154,5 @@ class Oracle:
             keys[None, None], initial, None, config.max_iter
         )
         bounds, tokens = indptr[0, 0].tolist(), indices[0, 0].tolist()
-        found = [tokens[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        found = [tokens[a:b] for a, b in pairwise(bounds)]
         return [cluster for cluster in found if cluster]

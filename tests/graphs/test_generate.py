@@ -105,7 +105,12 @@ def test_every_family_is_exact_and_equals_the_oracle(family: str) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"head_rule": "kv_head"}, {"offload": True}, {"offload": True, "recall_steps": 0}, {"seed": 7}],
+    [
+        {"head_rule": "kv_head"},
+        {"offload": True},
+        {"offload": True, "recall_steps": 0},
+        {"seed": 7},
+    ],
     ids=str,
 )
 def test_every_setting_equals_the_oracle(changes: dict[str, Any]) -> None:
