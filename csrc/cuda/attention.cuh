@@ -458,6 +458,12 @@ void launch_attention_heads(const AttentionProblem<T>& p, int heads_together, cu
 }
 
 template <class T>
+void launch_attention_merge(const AttentionProblem<T>& p, cudaStream_t stream) {
+  CLUSTERKV_LAUNCH((clusterkv_attention_merge<T>), dim3(unsigned(p.batch * p.num_qo_heads)),
+                   dim3(kAttentionThreads), 0, stream, p);
+}
+
+template <class T>
 void launch_selected_attention(const AttentionProblem<T>& p, cudaStream_t stream) {
   if (p.batch * p.num_qo_heads == 0) return;
   const bool is_shared = p.num_selected == 0 || p.num_select_heads == p.num_kv_heads;
@@ -472,8 +478,7 @@ void launch_selected_attention(const AttentionProblem<T>& p, cudaStream_t stream
   } else if constexpr (sizeof(T) == 4) {
     launch_attention_heads<T, 32, 2>(p, heads_together, stream);
   }
-  CLUSTERKV_LAUNCH((clusterkv_attention_merge<T>), dim3(unsigned(p.batch * p.num_qo_heads)),
-                   dim3(kAttentionThreads), 0, stream, p);
+  launch_attention_merge(p, stream);
 }
 
 template <class T>

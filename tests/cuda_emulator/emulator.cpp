@@ -80,9 +80,10 @@ struct Fibre : Thread {
   [[maybe_unused]] void* asan = nullptr;
 };
 
+// A lane waits at one meeting at most, and has one at most that it hasn't read yet.
 struct Warp {
-  unsigned waiting = 0, exited = 0;
-  std::vector<std::unique_ptr<Meeting>> meetings;
+  unsigned waiting = 0, exited = 0, num_meetings = 0;
+  Meeting meetings[64];
 };
 
 // The one block that runs.
@@ -190,12 +191,12 @@ bool is_same(Place a, Place b) { return a.line == b.line && std::strcmp(a.file, 
 // The open meeting of these lanes, or a free one.
 Meeting* find_meeting(Warp& warp, unsigned mask) {
   Meeting* unused = nullptr;
-  for (auto& meeting : warp.meetings) {
-    if (meeting->arrived && meeting->mask == mask) return meeting.get();
-    if (!meeting->arrived && !meeting->unread) unused = meeting.get();
+  for (unsigned i = 0; i < warp.num_meetings; ++i) {
+    Meeting& meeting = warp.meetings[i];
+    if (meeting.arrived && meeting.mask == mask) return &meeting;
+    if (!meeting.arrived && !meeting.unread) unused = &meeting;
   }
-  if (!unused) unused = warp.meetings.emplace_back(std::make_unique<Meeting>()).get();
-  return unused;
+  return unused ? unused : &warp.meetings[warp.num_meetings++];
 }
 
 void check_meeting(const Meeting& meeting, const Warp& warp, Place place, Collective kind,
@@ -358,7 +359,7 @@ void prepare_block(dim3 grid, dim3 size, uint3 index, size_t shared_bytes) {
   block.at_barrier = 0;
   for (Warp& warp : block.warps) {
     warp.waiting = warp.exited = 0;
-    for (auto& meeting : warp.meetings) meeting->arrived = meeting->unread = 0;
+    for (Meeting& meeting : warp.meetings) meeting.arrived = meeting.unread = 0;
   }
   for (unsigned i = 0; i < block.size; ++i) prepare_thread(i, grid, size, index);
 }
