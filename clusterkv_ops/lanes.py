@@ -14,12 +14,13 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-class Task(Protocol[T]):
+class Task(Protocol[T_co]):
     """Work that was submitted to a lane."""
 
-    def wait(self) -> T:
+    def wait(self) -> T_co:
         """The work's result, as soon as it is there; raises what the work raised."""
 
 

@@ -20,7 +20,7 @@ from clusterkv_ops import reference
 NAMESPACE = "clusterkv"
 
 SCHEMAS: dict[str, str] = {
-    # clustering: keys [B,Hkv,T,D]; centroids [B,Hkv,C,D] float32; labels [B,Hkv,T] int32 (-1: in no
+    # clustering: keys [B,Hkv,T,D]; centroids [B,Hkv,C,D] float32; labels [B,Hkv,T] int32 (-1: no
     # cluster); valid [B,2] int32, the range of tokens of each row; initial [B,C] int32, the tokens
     # whose keys are the first centroids (-1: the row has no such cluster).
     "assign_clusters": "(Tensor keys, Tensor centroids, Tensor? valid) -> Tensor",

@@ -7,6 +7,8 @@ compiled graph has to be compiled again.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -39,7 +41,7 @@ class KVStore:
     @classmethod
     def behind(cls, view: Tensor, shape: torch.Size, length: int) -> KVStore:
         """The store whose buffer has this shape and lies behind a view that it handed out."""
-        buffer = torch.empty(0, dtype=view.dtype, device=view.device)
+        buffer: Any = torch.empty(0, dtype=view.dtype, device=view.device)
         return cls(buffer.set_(view.untyped_storage(), 0, shape), length)
 
     def append(self, keys: Tensor, values: Tensor) -> None:

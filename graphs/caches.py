@@ -92,13 +92,13 @@ class CacheRegistry:
         keys, values = keys.permute(dims), values.permute(dims)
         length = keys.shape[2]
         with self._lock:
-            record = self._find(keys, values)
-            if record is not None and (length == record.length or not is_shared):
-                record.is_busy = True
-                return self._reopen(record, keys, length)
+            found = self._find(keys, values)
+            if found is not None and (length == found[0].length or not is_shared):
+                found[0].is_busy = True
+                return self._reopen(*found, keys)
         self._counters.add(store_copies=1)
-        if record is not None:
-            sequence, row_hash = record.sequence.fork(length), None
+        if found is not None:
+            sequence, row_hash = found[0].sequence.fork(length), None
         else:
             sequence, row_hash = self._adopt(layer, keys)
         store = KVStore.like(keys, length)
@@ -153,19 +153,21 @@ class CacheRegistry:
             storage = keys.untyped_storage()
             self._records.setdefault(storage, {})[record.offset] = record
 
-    def _find(self, keys: Tensor, values: Tensor) -> Record | None:
+    def _find(self, keys: Tensor, values: Tensor) -> tuple[Record, KVStore] | None:
+        """The store that keys and values `[B, Hkv, T, D]` are the first tokens of."""
         record = self._records.get(keys.untyped_storage(), {}).get(0)
         if record is None or record.is_busy or len(record.shape) != 5:
             return None
-        whole = KVStore.behind(keys, record.shape, record.length).views()
+        store = KVStore.behind(keys, record.shape, record.length)
+        whole = store.views()
         is_ours = is_first_part(keys, whole[0]) and is_first_part(values, whole[1])
-        return record if is_ours and keys.shape == values.shape else None
+        return (record, store) if is_ours and keys.shape == values.shape else None
 
-    def _reopen(self, record: Record, keys: Tensor, length: int) -> OpenCache:
+    def _reopen(self, record: Record, store: KVStore, keys: Tensor) -> OpenCache:
+        length = store.length = keys.shape[2]
         if length != record.sequence.kv_len:
             record.sequence.crop(length)
         row_hash = record.row_hash if length == record.length else extended(None, keys)
-        store = KVStore.behind(keys, record.shape, length)
         return OpenCache(record.sequence, store, record, row_hash, keys.untyped_storage())
 
     def _adopt(self, layer: int, keys: Tensor) -> tuple[Sequence, RowHash | None]:

@@ -161,7 +161,7 @@ def _is_prefix(node: fx.Node, tokens: int) -> bool:
     if Ellipsis in items:
         at = items.index(Ellipsis)
         items[at : at + 1] = [slice(None)] * (4 - len(items) + 1)
-    source = shape_of(node.args[0])
+    source = None if (whole := _source(node)) is None else shape_of(whole)
     if source is None or len(items) > 4 or not all(isinstance(item, slice) for item in items):
         return False
     for dim, item in enumerate(items):

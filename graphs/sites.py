@@ -27,6 +27,8 @@ SDPA = torch.nn.functional.scaled_dot_product_attention
 _CAT = {torch.cat, torch.concat, torch.concatenate}
 _CREATE = {torch.zeros, torch.empty, torch.full, torch.zeros_like, torch.empty_like}
 _CREATE_METHODS = {"new_zeros", "new_empty", "new_full"}
+_VIEWS = {"expand", "unsqueeze", "reshape", "view", "flatten", "transpose", "permute"}
+_VIEWS |= {"contiguous", "clone", "repeat_interleave", "to", "swapaxes"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
 
@@ -202,12 +204,10 @@ def peel_step(node: fx.Node) -> fx.Node | None:
     if node.op not in ("call_method", "call_function") or not node.args:
         return None
     source: Any = node.args[0]
-    views = ("expand", "unsqueeze", "reshape", "view", "flatten", "transpose", "permute")
-    views = (*views, "contiguous", "clone", "repeat_interleave", "to", "swapaxes")
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     index: Any = node.args[1] if node.target is operator.getitem else None
     has_new_dim = isinstance(index, tuple) and None in index
-    is_view = name in views or has_new_dim
+    is_view = name in _VIEWS or has_new_dim
     return source if is_view and isinstance(source, fx.Node) else None
 
 
@@ -288,8 +288,16 @@ def _other_attention(node: fx.Node) -> str:
         return "flex_attention: load the model with attn_implementation='sdpa'"
     shape = shape_of(node) if name == "softmax" else None
     if shape is not None and len(shape) == 4:
+        if _is_made_by(node, "tanh", depth=6):
+            return "soft-capped attention"
         return "attention by softmax: load the model with attn_implementation='sdpa'"
     return ""
+
+
+def _is_made_by(node: fx.Node, name: str, depth: int) -> bool:
+    """Whether a call of that name is among the few calls before `node`."""
+    sources = node.all_input_nodes if depth else []
+    return any(_name(s) == name or _is_made_by(s, name, depth - 1) for s in sources)
 
 
 def _name(node: fx.Node) -> str:
