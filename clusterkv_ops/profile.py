@@ -17,6 +17,8 @@ COMMANDS = {
     "compare": "clusterkv_ops.profiling.commands.compare",
     "breakeven": "clusterkv_ops.profiling.commands.breakeven",
     "timeline": "clusterkv_ops.profiling.commands.timeline",
+    "tensorboard": "clusterkv_ops.profiling.commands.tensorboard",
+    "serve": "clusterkv_ops.profiling.commands.serve",
     "synth": "clusterkv_ops.profiling.commands.synth",
     "validate": "clusterkv_ops.profiling.commands.validate",
     "doctor": "clusterkv_ops.profiling.commands.doctor",

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from clusterkv_ops.profiling.accounting import Account, exposed_between
+from clusterkv_ops.profiling.accounting import Account, exposed_between, percent
 from clusterkv_ops.profiling.intervals import Intervals, clip, intersect, merge, total
-from clusterkv_ops.profiling.phases import SHOWN
+from clusterkv_ops.profiling.phases import OVERHEAD, SHOWN
 from clusterkv_ops.profiling.timeline import Timeline
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """One call of the model: the exposed time of its phases and idle add up to its wall."""
+    """One call of the model: the exposed time of its phases and idle add up to its wall.
+
+    `hidden_pct` holds the overhead phases that ran in the call.
+    """
 
     mode: str
     step: int
@@ -21,6 +24,7 @@ class StepRow:
     wall_us: float
     idle_us: float
     exposed_us: dict[str, float]
+    hidden_pct: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,21 @@ def step_rows(accounted: Account, timeline: Timeline) -> list[StepRow]:
         exposed = {phase: share / 1e3 for phase, share in shares.items() if share}
         wall = call.end - call.start
         start = (call.start - origin) / 1e3
-        rows.append(StepRow(call.mode, call.number, start, wall / 1e3, idle / 1e3, exposed))
+        hidden = _hidden_between(accounted, call.start, call.end)
+        rows.append(
+            StepRow(call.mode, call.number, start, wall / 1e3, idle / 1e3, exposed, hidden)
+        )
     return rows
+
+
+def _hidden_between(accounted: Account, start: int, end: int) -> dict[str, float]:
+    model = clip(accounted.model, start, end)
+    busy = {phase: clip(accounted.busy[phase], start, end) for phase in OVERHEAD}
+    return {
+        phase: percent(total(intersect(pieces, model)), total(pieces))
+        for phase, pieces in busy.items()
+        if pieces
+    }
 
 
 def layer_rows(accounted: Account) -> list[LayerRow]:

@@ -20,8 +20,8 @@ def render_page(report: Report, timeline: Timeline | None = None) -> str:
     """The report as HTML. Without a timeline (a report read from JSON) the lanes are left out."""
     sections = [_lanes(timeline)] if timeline is not None else []
     sections += [_shares(report), _bars(report), _curve(report)]
-    sections += [_table(table) for table in tables(report)]
-    sections += [_table(table) for table in tables(report, by="lane")]
+    sections += [html_table(table) for table in tables(report)]
+    sections += [html_table(table) for table in tables(report, by="lane")]
     return document(report.headline, _head(report) + "".join(sections))
 
 
@@ -100,7 +100,9 @@ def _curve(report: Report) -> str:
     return f"<section><h2>Hit rate of the recall cache</h2>{curve}</section>"
 
 
-def _table(table: Table) -> str:
+def html_table(table: Table) -> str:
+    """A table with its title."""
+
     def cells(line: list[str], tag: str) -> str:
         return "".join(
             f"<{tag}{_text_class(table, i)}>{escape(cell)}</{tag}>" for i, cell in enumerate(line)

@@ -19,7 +19,8 @@ from clusterkv_ops.profiling.report import Report
 from clusterkv_ops.profiling.theme import COLOURS, EXPOSED, HATCHES, ink
 from clusterkv_ops.profiling.timeline import Timeline
 
-_WIDTH = 12.0
+# Inches. TensorBoard shows a figure 350 pixels wide: a narrow one has the larger letters.
+_WIDTH, _NARROW = 12.0, 6.5
 
 
 def report_figures(report: Report, timeline: Timeline | None = None) -> dict[str, Any]:
@@ -133,7 +134,7 @@ def draw_curve(axes: Any, points: list[tuple[float, float]]) -> None:
 
 
 def _one(height: float, draw: Any, data: Any) -> Any:
-    figure, axes = new_figure([height])
+    figure, axes = new_figure([height], _NARROW)
     draw(axes[0], data)
     return figure
 
@@ -147,13 +148,13 @@ def _save(parts: list[tuple[float, Any, Any]], title: str, path: str | Path) -> 
     figure.savefig(path, dpi=110)
 
 
-def new_figure(heights: list[float]) -> tuple[Any, list[Any]]:
+def new_figure(heights: list[float], width: float = _WIDTH) -> tuple[Any, list[Any]]:
     """A figure without pyplot's global state, and its axes from top to bottom."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError("PNG needs matplotlib: pip install 'clusterkv-ops[profile]'") from None
-    figure = Figure(figsize=(_WIDTH, sum(heights) + 0.6), layout="constrained")
+    figure = Figure(figsize=(width, sum(heights) + 0.6), layout="constrained")
     axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)
     for place in axes[:, 0]:
         place.spines[["top", "right"]].set_visible(False)

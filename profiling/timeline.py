@@ -7,6 +7,7 @@ span is a segment of constant context.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 from clusterkv_ops.profiling.calls import Call, device_calls, thread_calls
 from clusterkv_ops.profiling.contexts import Context, Segment, segments
-from clusterkv_ops.profiling.intervals import Intervals, merge
+from clusterkv_ops.profiling.intervals import Interval, Intervals, merge
 from clusterkv_ops.profiling.phases import (
     MODEL,
     PHASES,
@@ -88,13 +89,21 @@ class Timeline:
         return {phase: merge(intervals) for phase, intervals in pieces.items()}
 
     def windows(self, mode: str) -> Intervals:
-        """When the calls of a mode ran; "all" is the whole trace."""
+        """When the calls of a mode ran; "all" is every session of the profiler."""
         if mode == "all":
-            both = [*self.spans, *self.waits]
-            if not both:
-                return []
-            return merge([(min(s.start for s in both), max(s.end for s in both))])
+            return self._sessions
         return merge((call.start, call.end) for call in self.calls_of(mode))
+
+    @cached_property
+    def _sessions(self) -> Intervals:
+        """From the first to the last work of each session; a trace may join several."""
+        starts = sorted(self.trace.session_starts)
+        extents: dict[int, Interval] = {}
+        for span in [*self.spans, *self.waits]:
+            session = bisect_right(starts, span.start)
+            start, end = extents.get(session, (span.start, span.end))
+            extents[session] = (min(start, span.start), max(end, span.end))
+        return merge(extents.values())
 
     def calls_of(self, mode: str) -> list[Call]:
         """The complete calls of a mode; where none is complete, the others."""

@@ -37,6 +37,7 @@ _CATEGORIES = {
     "gpu_memset": "memset",
     "Memset": "memset",
     "cuda_sync": "sync",
+    "Trace": "session",
 }
 _DIGITS = re.compile(r"\d+")
 
@@ -101,6 +102,7 @@ class Trace:
         self.ranges: dict[Thread, list[Range]] = defaultdict(list)
         self.stream_waits: list[StreamWait] = []
         self.thread_names: dict[Thread, str] = {}
+        self.session_starts: list[int] = []
         self.negative_durations = 0
         self.count = 0
         self._threads: dict[tuple[Any, Any], Thread] = {}
@@ -124,6 +126,8 @@ class Trace:
                 self._add_launch(event)
             elif kind == "sync":
                 self._add_stream_wait(event)
+            elif kind == "session":
+                self.session_starts.append(_nanoseconds(event, "ts"))
             elif kind is not None:
                 self._add_device_event(event, kind)
         elif phase == "M":
