@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM, WIDTH, VOCABULARY, LAYERS = 2, 4, 2, 16, 64, 61, 2
-CAPACITY = 256
+CAPACITY = 512
 Cache = list[tuple[Tensor, Tensor]]
 
 
@@ -269,36 +269,3 @@ def make(name: str, seed: int = 0) -> Decoder:
     for block in decoder.layers:
         block.qkv.weight.data[: (HEADS + KV_HEADS) * HEAD_DIM] *= 3.0
     return decoder
-
-
-class Talk:
-    """One conversation with a decoder, compiled or not: feeds tokens and keeps the cache."""
-
-    def __init__(self, decoder: Decoder, run: Callable[..., Any] | None = None) -> None:
-        self.decoder = decoder
-        self.run = decoder if run is None else run
-        self.length = 0
-        self.cache = decoder.empty()
-
-    def feed(self, tokens: Tensor) -> Tensor:
-        """Logits [B, n, V] of new tokens [B, n]."""
-        position = self.decoder.position(self.length, tokens.shape[1])
-        with torch.no_grad():
-            logits, self.cache = self.run(tokens, position, self.cache)
-        self.length += tokens.shape[1]
-        out: Tensor = logits
-        return out
-
-    def decode(self, tokens: Tensor) -> Tensor:
-        """The same, one token a call."""
-        return torch.cat([self.feed(tokens[:, i : i + 1]) for i in range(tokens.shape[1])], 1)
-
-    def rewind(self, length: int) -> None:
-        self.cache = self.decoder.cropped(self.cache, length)
-        self.length = length
-
-
-def tokens(num_tokens: int, seed: int = 0, batch: int = BATCH) -> Tensor:
-    """Random token ids [B, n]."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCABULARY, (batch, num_tokens), generator=generator)
