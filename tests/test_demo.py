@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
 from clusterkv_ops.graphs.backend import clusterkv_backend
-from clusterkv_ops.profiling import demo, run
+from clusterkv_ops.profiling import demo, run, smollm2
 from clusterkv_ops.profiling.measure import compiled_in_place, run_model
 
 CONTEXT, HELD_OUT, NEW = 300, 16, 6
@@ -129,7 +129,7 @@ def test_compilation_is_excluded_and_a_growing_cache_compiles_once() -> None:
 def test_without_weights_the_demo_says_so_and_runs_a_random_decoder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(demo, "WEIGHTS_PACKAGE", "no_such_package")
+    monkeypatch.setattr(smollm2, "PACKAGE", "no_such_package")
     subject = demo.load_subject(None, dtype=torch.float32, device="cpu")
     assert "not installed" in subject.note
     assert subject.name == "random decoder"
@@ -156,8 +156,8 @@ def test_a_damaged_cache_of_weights_is_made_anew(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(demo, "_gguf_file", lambda: tmp_path / "weights.gguf")
-    monkeypatch.setattr(demo, "_read_gguf", lambda path: _saveable())
+    monkeypatch.setattr(smollm2, "_gguf_file", lambda: tmp_path / "weights.gguf")
+    monkeypatch.setattr(smollm2, "_read_gguf", lambda path: _saveable())
     folder = tmp_path / "clusterkv_ops" / "SmolLM2-135M-Instruct"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{")
