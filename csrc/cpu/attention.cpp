@@ -24,6 +24,7 @@
 #include "checks.h"
 #include "parallel.h"
 
+#define CLUSTERKV_BF16_TEXT
 #define CLUSTERKV_KERNEL_TEXT "attention_kernel.h"
 #include "per_isa.h"
 

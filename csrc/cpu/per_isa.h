@@ -5,8 +5,9 @@
 //     #define CLUSTERKV_KERNEL_TEXT "attention_kernel.h"
 //     #include "per_isa.h"
 //
-// and gets the namespaces clusterkv::base, ::avx2, ::avx512 and ::avx512_bf16, each with simd.h
-// and the text in it. Without that macro this file only says whether there are several.
+// and gets the namespaces clusterkv::base, ::avx2 and ::avx512, each with simd.h and the text in
+// it; with CLUSTERKV_BF16_TEXT defined also ::avx512_bf16. Without a text this file only says
+// whether there are several.
 //
 // Note [One text, several instruction sets]
 // The text is included under `#pragma GCC target`, so no build flag is needed, and no standard
@@ -60,6 +61,7 @@ namespace clusterkv::avx512 {
 #undef CLUSTERKV_ISA
 #pragma GCC pop_options
 
+#ifdef CLUSTERKV_BF16_TEXT
 #pragma GCC push_options
 #pragma GCC target("avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,bmi2")
 #define CLUSTERKV_ISA 3
@@ -69,15 +71,19 @@ namespace clusterkv::avx512_bf16 {
 }  // namespace clusterkv::avx512_bf16
 #undef CLUSTERKV_ISA
 #pragma GCC pop_options
+#define CLUSTERKV_PICK_AVX512(NAME) \
+  (active_isa() == Isa::kAvx512Bf16 ? avx512_bf16::NAME : avx512::NAME)
+#else
+#define CLUSTERKV_PICK_AVX512(NAME) (avx512::NAME)
+#endif  // CLUSTERKV_BF16_TEXT
 
 #include "isa.h"
 
 // The table of kernels, `NAME` of the namespace that the process runs on.
-#define CLUSTERKV_PICK(NAME)                            \
-  (active_isa() == Isa::kAvx512Bf16 ? avx512_bf16::NAME \
-   : active_isa() == Isa::kAvx512   ? avx512::NAME      \
-   : active_isa() == Isa::kAvx2     ? avx2::NAME        \
-                                    : base::NAME)
+#define CLUSTERKV_PICK(NAME)                                  \
+  (active_isa() >= Isa::kAvx512 ? CLUSTERKV_PICK_AVX512(NAME) \
+   : active_isa() == Isa::kAvx2 ? avx2::NAME                  \
+                                : base::NAME)
 
 #else
 #include "isa.h"
