@@ -245,18 +245,18 @@ def test_a_row_does_not_depend_on_its_neighbours(device: torch.device) -> None:
 
 
 def test_a_padded_row_equals_the_unpadded_one(device: torch.device) -> None:
-    """Left padding full of NaN, rows of 60, 100 and 3 tokens, the last with fewer clusters."""
+    """Padding full of NaN on both sides; 50, 100 and 3 tokens, the last with fewer clusters."""
     keys, _ = token_major(Shape(batch=3, kv_len=100), torch.float32, device)
-    begins, counts = [40, 0, 97], [6, 9, 3]
-    for row, begin in enumerate(begins):
-        keys[row, :, :begin] = torch.nan
-    valid = torch.tensor([[begin, 100] for begin in begins], dtype=torch.int32, device=device)
+    ranges, counts = [(40, 90), (0, 100), (97, 100)], [6, 9, 3]
+    for row, (begin, end) in enumerate(ranges):
+        keys[row, :, :begin] = keys[row, :, end:] = torch.nan
+    valid = torch.tensor(ranges, dtype=torch.int32, device=device)
     num_clusters = torch.tensor(counts, device=device)
     together = cluster_keys(keys, num_clusters=num_clusters, valid=valid)
     assert together.centroids.shape[2] == 9
-    for row, (begin, count) in enumerate(zip(begins, counts, strict=True)):
-        alone = cluster_keys(keys[row : row + 1, :, begin:], num_clusters=count)
-        total = 100 - begin
+    for row, ((begin, end), count) in enumerate(zip(ranges, counts, strict=True)):
+        alone = cluster_keys(keys[row : row + 1, :, begin:end], num_clusters=count)
+        total = end - begin
         assert torch.equal(together.centroids[row, :, :count], alone.centroids[0])
         assert torch.equal(together.indptr[row, :, : count + 1], alone.indptr[0])
         assert (together.indptr[row, :, count:] == total).all()

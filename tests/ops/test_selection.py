@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -95,16 +95,20 @@ def test_selection_matches_the_oracle(
 def test_equal_scores_go_to_the_lower_cluster(
     device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> None:
-    """Exact arithmetic with many ties: kernel and oracle agree on every token."""
-    shape = Shape(group=4, kv_len=300, clusters=60, head_dim=head_dim)
-    index = random_index(shape, device)
+    """Exact arithmetic with many ties: every token is where a sort by (score, cluster) puts it."""
+    index = random_index(Shape(kv_len=300, clusters=60, head_dim=head_dim), device)
     centroids = integers(2, 2, 60, head_dim, dtype=torch.float32, device=device)
     query = integers(2, 8, 1, head_dim, dtype=dtype, device=device, seed=1)
-    scores = (query.float().view(2, 2, 4, head_dim) @ centroids.transpose(-1, -2)).flatten(0, 2)
-    assert min(len(row.unique()) for row in scores) < 50
     arguments = (query, centroids, *index[1:], 200, "query_head", 1.0)
     actual, expected = ops.select_clusters(*arguments), reference.select_clusters(*arguments)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    for row, head in product(range(2), range(8)):
+        scores = (centroids[row, head // 4] @ query[row, head, 0].float()).tolist()
+        assert len(set(scores)) < 50
+        indptr, indices = (tensor[row, head // 4].tolist() for tensor in index[1:])
+        order = sorted(range(60), key=lambda cluster: (-scores[cluster], cluster))
+        walk = [token for c in order for token in indices[indptr[c] : indptr[c + 1]]]
+        assert actual[0][row, head].tolist() == walk[:200]
 
 
 @pytest.mark.parametrize("clusters", [17, 255, 256, 257, 300, 513, 1000, 2049, 5000])
