@@ -23,6 +23,7 @@ from clusterkv_ops.config import ClusterKVConfig
 from clusterkv_ops.counters import Counters
 from clusterkv_ops.dense import dense_attention, first_visible_tokens, is_windowed
 from clusterkv_ops.lanes import Lane, MainLane, Task, side_lane
+from clusterkv_ops.ranges import named_range
 from clusterkv_ops.recall import empty_cache
 from clusterkv_ops.types import ClusterIndex, RecallCache
 
@@ -165,7 +166,8 @@ class Sequence:
         if pending is None:
             return
         try:
-            pending.wait()
+            with named_range("clusterkv.wait.clustering"):
+                pending.wait()
         except BaseException:
             self._segments.pop()
             raise
@@ -173,7 +175,7 @@ class Sequence:
     def _read_mask(self, batch: int, mask: Tensor | None, *, is_prompt: bool) -> None:
         """Learn where each row's tokens begin, from the last row of a mask."""
         self._starts = [0] * batch
-        if mask is None:
+        if mask is None or mask.shape[2] == 0:
             return
         starts = first_visible_tokens(mask, self.kv_len, batch)
         if starts is None:
@@ -341,9 +343,10 @@ class Sequence:
         window = keys[:, :, begin:end]
 
         def cluster() -> None:
-            ops.extend_index_(
-                *index, window, initial, valid, first_cluster, begin, config.max_iter
-            )
+            with named_range(f"clusterkv.layer.{self.layer}"):
+                ops.extend_index_(
+                    *index, window, initial, valid, first_cluster, begin, config.max_iter
+                )
 
         self._segments.append(Segment(end, first_cluster + max(counts)))
         self._spans = None

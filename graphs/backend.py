@@ -244,6 +244,8 @@ def clusterkv_backend(
     """
     if config is None:
         config = ClusterKVConfig(budget=budget, **fields)
+    elif not isinstance(config, ClusterKVConfig):
+        raise TypeError(f"config: expected a ClusterKVConfig, got {type(config).__name__}")
     elif fields or budget != 1024:
         raise ValueError("config: expected no other setting beside it, got some")
     if inner not in get_args(Inner):

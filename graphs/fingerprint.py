@@ -29,7 +29,7 @@ def extended(before: RowHash | None, keys: Tensor) -> RowHash | None:
     if batch == 1:
         return None
     bits = torch.int32 if keys.element_size() == 4 else torch.int16
-    words = keys.transpose(1, 2).contiguous().view(bits).reshape(batch, num_new, -1).long()
+    words = keys.transpose(1, 2).contiguous().view(bits).flatten(2).long()
     weights = torch.arange(1, words.shape[2] + 1, device=keys.device) * _WEIGHT
     tokens = (words * weights).sum(-1)
     powers = torch.full((num_new + 1,), _PRIME, device=keys.device)
