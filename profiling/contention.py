@@ -23,6 +23,10 @@ class ContentionRow:
     slowdown_pct: float
 
 
+# A mean over fewer says nothing.
+_FEWEST = 3
+
+
 def contention_rows(timeline: Timeline, limit: int = 10) -> list[ContentionRow]:
     """The `limit` names with most overlapped time that ran both ways; durations are means."""
     main = timeline.main_lane
@@ -33,7 +37,11 @@ def contention_rows(timeline: Timeline, limit: int = 10) -> list[ContentionRow]:
         if span.lane == main and _is_whole_work(span):
             group = overlapped if clip(others, span.start, span.end) else alone
             group[span.name].append(span.end - span.start)
-    rows = [_row(name, alone[name], overlapped[name]) for name in overlapped if name in alone]
+    rows = [
+        _row(name, alone[name], overlapped[name])
+        for name in overlapped
+        if min(len(overlapped[name]), len(alone[name])) >= _FEWEST
+    ]
     return sorted(rows, key=lambda row: -row.overlapped * row.overlapped_us)[:limit]
 
 

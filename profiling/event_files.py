@@ -1,13 +1,14 @@
-"""Writes a report into a TensorBoard log directory: curves, table, figures, page and trace.
+"""Writes everything about a run into its folder, which TensorBoard can serve.
 
-LOGDIR/RUN/events.out.tfevents...     scalars, layout, Markdown table, figures
-LOGDIR/RUN/NAME.clusterkv.html        the page that the ClusterKV tab shows
-LOGDIR/RUN/NAME.clusterkv.json        the report that the tab compares
-LOGDIR/RUN/NAME.pt.trace.json.gz      the trace for torch-tb-profiler
+RUN/report.html               the page, which the ClusterKV tab shows
+RUN/report.json               the report, which the tab compares
+RUN/NAME.pt.trace.json.gz     the trace for torch-tb-profiler
+RUN/events.out.tfevents...    scalars, their layout, a Markdown table, figures
 """
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 from clusterkv_ops.profiling.compat import compat_name, write_compat
@@ -15,25 +16,27 @@ from clusterkv_ops.profiling.markdown import to_markdown
 from clusterkv_ops.profiling.page import render_page
 from clusterkv_ops.profiling.report import Report, save_report
 from clusterkv_ops.profiling.scalars import LAYOUT, scalars
+from clusterkv_ops.profiling.sources import PAGE_NAME, REPORT_NAME
 from clusterkv_ops.profiling.terminal import progress_bar
 from clusterkv_ops.profiling.timeline import Timeline
 
-PAGE_SUFFIX = ".clusterkv.html"
-REPORT_SUFFIX = ".clusterkv.json"
+
+def can_write_events() -> bool:
+    """Whether TensorBoard and matplotlib are installed."""
+    return all(importlib.util.find_spec(name) for name in ("tensorboard", "matplotlib"))
 
 
 def write_run(report: Report, timeline: Timeline, folder: Path) -> list[Path]:
-    """Everything about one run into `folder`; returns the files it wrote."""
+    """All files of one run; the event file only where it can be written. Returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     trace = timeline.trace.path
-    copy = folder / compat_name(trace)
-    name = copy.name.removesuffix(".pt.trace.json.gz")
+    copy, page, saved = (folder / name for name in (compat_name(trace), PAGE_NAME, REPORT_NAME))
     with progress_bar(f"writing {copy.name}") as progress:
         write_compat(trace, copy, progress)
-    page, saved = folder / f"{name}{PAGE_SUFFIX}", folder / f"{name}{REPORT_SUFFIX}"
     page.write_text(render_page(report, timeline))
     save_report(report, saved)
-    return [copy, page, saved, *write_events(report, timeline, folder)]
+    events = write_events(report, timeline, folder) if can_write_events() else []
+    return [page, saved, copy, *events]
 
 
 def write_events(report: Report, timeline: Timeline | None, folder: Path) -> list[Path]:

@@ -2,10 +2,11 @@
 
     /index.js                     the tab's own script
     /runs                         JSON: [{"name", "headline", "can_compare"}]
-    /report?run=NAME              the page that `profile tensorboard` wrote
+    /report?run=NAME              the run's report.html
     /compare?left=NAME&right=NAME a page made of two reports
 
-A run is looked up among the files found in the log directory; no path comes from the URL.
+A run is a folder with our report.json and report.html, looked up among those in the log directory;
+no path comes from the URL.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from tensorboard.plugins import base_plugin
 from werkzeug import Request, Response
 
 from clusterkv_ops.profiling.comparison_page import render_comparison
-from clusterkv_ops.profiling.event_files import PAGE_SUFFIX, REPORT_SUFFIX
 from clusterkv_ops.profiling.reader import TraceError
-from clusterkv_ops.profiling.report import Report, load_report
+from clusterkv_ops.profiling.report import SCHEMA, Report, load_report
+from clusterkv_ops.profiling.sources import PAGE_NAME, REPORT_NAME
 
 _INLINE_SCRIPT = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
 _SCRIPT = Path(__file__).parent / "static" / "tab.js"
@@ -41,7 +42,7 @@ class ClusterKVPlugin(base_plugin.TBPlugin):
 
     def is_active(self) -> bool:
         """Whether the log directory contains any report."""
-        return bool(self._pages())
+        return bool(self._folders())
 
     def frontend_metadata(self) -> Any:
         """The tab's name and script."""
@@ -56,20 +57,18 @@ class ClusterKVPlugin(base_plugin.TBPlugin):
             "/compare": _application(self._compare),
         }
 
-    def _pages(self) -> dict[str, Path]:
-        """Run -> its page; runs are named by folder and file, as TensorBoard names them."""
-        found = {}
-        for path in sorted(self._logdir.rglob(f"*{PAGE_SUFFIX}")):
-            name = path.relative_to(self._logdir).as_posix().removesuffix(PAGE_SUFFIX)
-            found[name] = path
-        return found
+    def _folders(self) -> dict[str, Path]:
+        """Run -> its folder; named by the path below the log directory, as TensorBoard does."""
+        return {
+            path.parent.relative_to(self._logdir).as_posix(): path.parent
+            for path in sorted(self._logdir.rglob(REPORT_NAME))
+            if (path.parent / PAGE_NAME).exists() and _is_report(path)
+        }
 
     def _load(self, name: str | None) -> Report | None:
-        page = self._pages().get(name or "")
-        if page is None:
-            return None
+        folder = self._folders().get(name or "")
         try:
-            return load_report(str(page).removesuffix(PAGE_SUFFIX) + REPORT_SUFFIX)
+            return load_report(folder / REPORT_NAME) if folder else None
         except TraceError:
             return None
 
@@ -78,15 +77,15 @@ class ClusterKVPlugin(base_plugin.TBPlugin):
 
     def _runs(self, request: Request) -> Response:
         runs = []
-        for name in self._pages():
+        for name in self._folders():
             report = self._load(name)
-            headline = report.headline if report else ""
+            headline = report.headline if report else "its report.json is damaged"
             runs.append({"name": name, "headline": headline, "can_compare": report is not None})
         return respond(json.dumps(runs), "application/json")
 
     def _report(self, request: Request) -> Response:
-        page = self._pages().get(request.args.get("run", ""))
-        return _html(page.read_bytes() if page else None)
+        folder = self._folders().get(request.args.get("run", ""))
+        return _html((folder / PAGE_NAME).read_bytes() if folder else None)
 
     def _compare(self, request: Request) -> Response:
         names = [request.args.get(side) for side in ("left", "right")]
@@ -94,6 +93,12 @@ class ClusterKVPlugin(base_plugin.TBPlugin):
         if left is None or right is None:
             return _html(None)
         return _html(render_comparison(left, right, *map(str, names)).encode())
+
+
+def _is_report(path: Path) -> bool:
+    """Other programs write files of that name, too; ours names its schema first."""
+    with open(path, "rb") as stream:
+        return SCHEMA.encode() in stream.read(100)
 
 
 def _application(handle: Callable[[Request], Response]) -> Any:

@@ -17,7 +17,7 @@ _PATTERNS = (
     "*.pt.trace.json",
     "*trace*",
 )
-REPORT_NAME = "report.json"
+PAGE_NAME, REPORT_NAME = "report.html", "report.json"
 
 
 def find_trace(path: str | Path) -> Path:

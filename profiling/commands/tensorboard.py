@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from clusterkv_ops.profiling.event_files import can_write_events, write_run
 from clusterkv_ops.profiling.report import build_report
 from clusterkv_ops.profiling.sources import open_timeline
 
@@ -20,8 +21,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Writes the files and lists them."""
-    from clusterkv_ops.profiling.event_files import write_run
-
+    if not can_write_events():
+        raise ImportError("this needs TensorBoard: pip install 'clusterkv-ops[profile]'")
     timeline = open_timeline(arguments.trace)
     name = arguments.name or timeline.trace.path.name.split(".")[0]
     for path in write_run(build_report(timeline), timeline, arguments.logdir / name):

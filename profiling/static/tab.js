@@ -31,7 +31,7 @@ export async function render() {
   document.head.append(element("style", { textContent: STYLE }));
   if (!runs.length) {
     document.body.append(
-      element("p", { textContent: "No *.clusterkv.html in this log directory yet." }));
+      element("p", { textContent: "No report in this log directory yet." }));
     return;
   }
   const [runLabel, run] = chooser("Run", runs);

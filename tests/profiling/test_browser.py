@@ -143,12 +143,12 @@ def test_tab_shows_a_run_and_compares_two(browser, tensorboard):
     headline = browser.wait_for(f"{report}.querySelector('h1').textContent")
     assert "100 % hidden" in headline
     names = browser.evaluate(f"[...{tab}.querySelector('select').options].map(o => o.value)")
-    assert names == ["overlapped/run", "serial/run"]
+    assert names == ["overlapped", "serial"]
     browser.evaluate(
         f"(() => {{ const other = {tab}.querySelectorAll('select')[1];"
-        "other.value = 'serial/run'; other.onchange(); })()"
+        "other.value = 'serial'; other.onchange(); })()"
     )
-    title = "overlapped/run against serial/run"
+    title = "overlapped against serial"
     browser.wait_for(f"{report}.querySelector('h1').textContent === {title!r}")
     assert browser.errors == []
     assert remote_requests(browser) == []

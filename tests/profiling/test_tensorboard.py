@@ -1,6 +1,7 @@
 """TensorBoard: what is written into a log directory, and the tab's server side."""
 
 import json
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -78,12 +79,12 @@ def test_event_file_reads_back(logdir):
 
 def test_runs_are_listed_with_their_headlines(client):
     runs = json.loads(client("/runs").data)
-    assert [run["name"] for run in runs] == ["overlapped/run", "serial/run"]
+    assert [run["name"] for run in runs] == ["overlapped", "serial"]
     assert all("clustering" in run["headline"] and run["can_compare"] for run in runs)
 
 
 def test_report_page_may_run_its_own_script_and_load_nothing(client):
-    response = client("/report?run=serial/run")
+    response = client("/report?run=serial")
     policy = response.headers["Content-Security-Policy"]
     assert response.status_code == 200
     assert response.headers["X-Content-Type-Options"] == "nosniff"
@@ -92,8 +93,8 @@ def test_report_page_may_run_its_own_script_and_load_nothing(client):
 
 
 def test_two_runs_are_compared(client):
-    page = client("/compare?left=overlapped/run&right=serial/run").data.decode()
-    assert "overlapped/run against serial/run" in page
+    page = client("/compare?left=overlapped&right=serial").data.decode()
+    assert "overlapped against serial" in page
     assert "+1." in page
 
 
@@ -103,7 +104,7 @@ def test_two_runs_are_compared(client):
         "/report?run=../../etc/passwd",
         "/report?run=absent",
         "/report",
-        "/compare?left=overlapped/run&right=absent",
+        "/compare?left=overlapped&right=absent",
         "/compare",
     ],
 )
@@ -117,14 +118,30 @@ def test_the_script_is_a_module_with_render(client):
     assert b"export async function render()" in client("/index.js").data
 
 
-def test_a_damaged_report_is_listed_but_not_comparable(logdir, client):
-    broken = logdir / "overlapped" / "broken.clusterkv.html"
-    broken.write_text("<p>no report beside me")
+def test_a_damaged_report_is_shown_but_not_comparable(logdir, client):
+    broken = logdir / "broken"
+    broken.mkdir()
+    (broken / "report.html").write_text("<p>still readable")
+    (broken / "report.json").write_text('{"schema": "clusterkv.profile/1", "modes": [')
     try:
         runs = {run["name"]: run for run in json.loads(client("/runs").data)}
+        assert client("/report?run=broken").data == b"<p>still readable"
+        assert client("/compare?left=broken&right=serial").status_code == 404
     finally:
-        broken.unlink()
-    assert not runs["overlapped/broken"]["can_compare"]
+        shutil.rmtree(broken)
+    assert not runs["broken"]["can_compare"]
+
+
+def test_reports_of_other_programs_are_not_ours(logdir, client):
+    foreign = logdir / "foreign"
+    foreign.mkdir()
+    (foreign / "report.html").write_text("<p>coverage")
+    (foreign / "report.json").write_text('{"meta": {}}')
+    try:
+        names = [run["name"] for run in json.loads(client("/runs").data)]
+    finally:
+        shutil.rmtree(foreign)
+    assert names == ["overlapped", "serial"]
 
 
 def test_a_failing_plugin_leaves_the_tab_out_and_says_why(caplog):
