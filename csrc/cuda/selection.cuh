@@ -208,6 +208,7 @@ __device__ inline unsigned long long find_cut(const Ranking& r, int budget) {
   constexpr int kWidth[kDigits] = {11, 11, 10, 11, 11};
   unsigned long long prefix = 0;
   int remaining = budget;
+#pragma unroll
   for (int digit = 0; digit < kDigits; ++digit) {
     for (int i = threadIdx.x; i < kBins; i += kSelectThreads) histogram[i] = 0;
     __syncthreads();
@@ -314,7 +315,7 @@ __device__ inline void expand(const Ranking& r, int count, int num_tokens, int b
 }
 
 template <class T>
-__global__ void __launch_bounds__(kSelectThreads)
+__global__ void __launch_bounds__(kSelectThreads, 1)
     clusterkv_select_clusters(const __grid_constant__ SelectionProblem<T> p) {
   CLUSTERKV_SHARED(shared);
   const int num_clusters = p.index.num_clusters, kv_len = p.index.kv_len;
