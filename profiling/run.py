@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from clusterkv_ops.clustering import cluster_keys
 from clusterkv_ops.config import ClusterKVConfig
 from clusterkv_ops.graphs.backend import clusterkv_backend
+from clusterkv_ops.profiling.compat import compat_name, write_compat
 from clusterkv_ops.profiling.demo import Subject, best_dtype, document, load_subject
+from clusterkv_ops.profiling.event_files import write_events
 from clusterkv_ops.profiling.machine import machine, machine_line
 from clusterkv_ops.profiling.measure import RunResult, compiled_in_place, run_model
 from clusterkv_ops.profiling.page import render_page
@@ -146,7 +148,7 @@ def _clustering_seconds(cache: Any, config: ClusterKVConfig, num_context: int) -
 
 
 def _write_folder(summary: Summary, folder: Path) -> Report:
-    """The trace, and what it says, as JSON and as a page."""
+    """The trace, and what it says: JSON, page, and TensorBoard's files where that is installed."""
     folder.mkdir(parents=True, exist_ok=True)
     trace = folder / TRACE_NAME
     save_trace(summary.sparse.profiles, trace, summary.stats)
@@ -154,6 +156,9 @@ def _write_folder(summary: Summary, folder: Path) -> Report:
     report = build_report(timeline)
     save_report(report, folder / REPORT_NAME)
     (folder / "report.html").write_text(render_page(report, timeline))
+    write_compat(trace, folder / compat_name(trace))
+    with suppress(ImportError):
+        write_events(report, timeline, folder)
     return report
 
 
