@@ -35,8 +35,14 @@ PACKAGES = [
     "clusterkv_ops",
     "clusterkv_ops.graphs",
     "clusterkv_ops.profiling",
+    "clusterkv_ops.profiling.commands",
+    "clusterkv_ops.profiling.synth",
     "clusterkv_ops.reference",
 ]
+PACKAGE_DATA = {
+    "clusterkv_ops": ["py.typed"],
+    "clusterkv_ops.profiling": ["static/*", "static/vendor/*"],
+}
 
 
 def find_cuda_home() -> str | None:
@@ -140,4 +146,4 @@ def build_arguments() -> dict[str, Any]:
         ) from error
 
 
-setup(packages=PACKAGES, package_data={"clusterkv_ops": ["py.typed"]}, **build_arguments())
+setup(packages=PACKAGES, package_data=PACKAGE_DATA, **build_arguments())
