@@ -5,14 +5,16 @@ BIN := $(VENV)/bin
 SOURCES := setup.py pyproject.toml $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench cuda-check gpu clean
 
 help:
-	@echo "make demo    dense against ClusterKV on a real model and a long document"
-	@echo "make test    build, then all tests (TESTS=path runs some of them)"
-	@echo "make lint    ruff, mypy and clang-format, as CI runs them"
-	@echo "make bench   the measurements behind README's results table"
-	@echo "make clean   remove .venv and everything built"
+	@echo "make demo        dense against ClusterKV on a real model and a long document"
+	@echo "make test        build, then all tests (TESTS=path runs some of them)"
+	@echo "make lint        ruff, mypy and clang-format, as CI runs them"
+	@echo "make bench       the measurements behind README's results table"
+	@echo "make cuda-check  compile the CUDA kernels for every architecture (nvcc, no GPU)"
+	@echo "make gpu         build, test and measure on a machine with a GPU"
+	@echo "make clean       remove .venv and everything built"
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/python -m clusterkv_ops.profile run $(ARGS)
@@ -29,6 +31,13 @@ lint: $(VENV)/dev.stamp
 bench: $(VENV)/demo.stamp
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/decode.py
+
+cuda-check: $(VENV)/dev.stamp
+	$(BIN)/python -m tests.cuda_emulator.compile_check
+
+# On the machine's own Python: a GPU machine has its own torch, and maybe no network.
+gpu:
+	$(PYTHON) benchmarks/gpu.py
 
 # A stamp is newer than everything that its installation was made from, so a second call is quick.
 $(VENV)/dev.stamp: $(SOURCES) | $(BIN)/python
