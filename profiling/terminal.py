@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -68,6 +68,22 @@ def progress_bar(title: str) -> Iterator[Progress]:
     with Bar(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=1.0)
         yield lambda share: bar.update(task, completed=share)
+
+
+@contextmanager
+def stage_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr whose text changes with the stage; lines where stderr is no terminal."""
+    if not HAS_RICH or not sys.stderr.isatty():
+        yield lambda what, done, total: print(f"{done}/{total} {what}", file=sys.stderr)
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1)
+        yield lambda what, done, total: bar.update(
+            task, description=what, completed=done, total=total
+        )
 
 
 def _print_rich(report: Report, found: list[Table], stream: TextIO) -> None:

@@ -23,16 +23,7 @@ def live(tmp_path_factory):
 
     from clusterkv_ops import clusterkv_backend
 
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = small_model(torch)
     backend = clusterkv_backend(
         budget=96, inner="eager", dense_layers=1, offload=True, recluster_interval=32
     )
@@ -48,6 +39,19 @@ def live(tmp_path_factory):
     profiler.export_chrome_trace(str(path))
     timeline = read_timeline(path)
     return timeline, build_report(timeline)
+
+
+def small_model(torch):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
 
 
 def generate(model, steps):
