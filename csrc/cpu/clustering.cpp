@@ -9,11 +9,13 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <memory>
 #include <optional>
 
+#include "assignment.h"
 #include "checks.h"
+#include "cluster_sums.h"
 #include "clustering_kernels.h"
-#include "kmeans.h"
 #include "parallel.h"
 
 #define CLUSTERKV_KERNEL_TEXT "clustering_kernel.h"
@@ -22,6 +24,7 @@
 namespace clusterkv {
 namespace {
 
+constexpr int64_t kChannels = 16;  // channels of an item of the update: one cache line of a key
 constexpr int64_t kWaveBytes = int64_t{64} << 20;  // scratch memory for widened keys
 
 const ClusteringKernels& kernels() {
@@ -67,16 +70,20 @@ Shape shape_of_keys(const Tensor& keys) {
 struct Head {
   int64_t row, head;
   Range range;
-  std::vector<int32_t> members;
   float* centroids;
   int64_t stride;
-  std::vector<float> keys;          // [range.size(), D]
+  std::unique_ptr<float[]> keys;    // [range.size(), D]
+  std::vector<float> norms;         // [range.size()]
+  std::vector<float> bounds;        // [panels, range.size()], see Note [Skipping panels]
   std::vector<int32_t> labels;      // [range.size()]
   std::vector<uint8_t> is_changed;  // of each block
   Panels panels;
   ClusterSums sums;
 
   int64_t blocks() const { return pieces(range.size(), kBlock); }
+  int tokens_of(int64_t block) const {
+    return static_cast<int>(std::min<int64_t>(kBlock, range.size() - block * kBlock));
+  }
 };
 
 // Calls f(head, piece) for every piece of every head.
@@ -100,14 +107,14 @@ class KMeans {
   template <class T>
   void run(std::vector<Head*> wave, const Rows<T>& keys, int64_t max_iter) const {
     for_each_piece(wave, blocks_of, work_of(wave), [&](Head& head, int64_t block) {
-      const int64_t first = block * kBlock;
-      const int64_t count = std::min(kBlock, head.range.size() - first);
-      kernels().widen(keys.at(head.row, head.head, head.range.begin + first), keys.stride_i,
-                      head.keys.data() + first * head_dim_, head_dim_, count,
-                      static_cast<int>(head_dim_));
+      const int64_t first = block * kBlock, count = head.tokens_of(block);
+      float* to = head.keys.get() + first * head_dim_;
+      kernels().widen(keys.at(head.row, head.head, head.range.begin + first), keys.stride_i, to,
+                      head_dim_, count, static_cast<int>(head_dim_));
+      for (int64_t t = 0; t < count; ++t) head.norms[first + t] = norm_of(to + t * head_dim_);
     });
     for (int64_t iteration = 0; !wave.empty(); ++iteration) {
-      assign(wave);
+      assign(wave, iteration > 0);
       const auto is_done = [&](Head* head) {
         const auto& changed = head->is_changed;
         return iteration == max_iter ||
@@ -125,43 +132,37 @@ class KMeans {
     return tokens * head_dim_;
   }
 
-  void assign(const std::vector<Head*>& wave) const {
-    for_each_piece(wave, one, num_clusters_ * head_dim_ * wave.size(), [&](Head& head, int64_t) {
-      head.panels.pack(head.centroids, head.stride, head.members, static_cast<int>(head_dim_),
-                       kernels().panel_width);
-    });
+  float norm_of(const float* key) const {
+    float square = 0.f;
+    for (int64_t d = 0; d < head_dim_; ++d) square += key[d] * key[d];
+    return std::sqrt(square);
+  }
+
+  void assign(const std::vector<Head*>& wave, bool has_bounds) const {
+    for_each_piece(wave, one, num_clusters_ * head_dim_ * wave.size(),
+                   [](Head& head, int64_t) { head.panels.point(head.centroids, head.stride); });
     for_each_piece(wave, blocks_of, work_of(wave) * num_clusters_, [&](Head& head, int64_t block) {
       const int64_t first = block * kBlock;
-      const int64_t count = std::min(kBlock, head.range.size() - first);
-      int32_t labels[kBlock];
-      std::fill_n(labels, count, -1);
-      if (head.panels.count > 0)
-        kernels().assign_block(head.keys.data() + first * head_dim_, head_dim_,
-                               static_cast<int>(count), static_cast<int>(head_dim_),
-                               head.panels.directions.data(), head.panels.bias.data(),
-                               head.panels.ids.data(), head.panels.count, labels);
-      int32_t* before = head.labels.data() + first;
-      head.is_changed[block] = !std::equal(labels, labels + count, before);
-      std::copy_n(labels, count, before);
+      const Block tokens{head.keys.get() + first * head_dim_, head.norms.data() + first,
+                         head.bounds.data() + first,          head.range.size(),
+                         head.labels.data() + first,          head.tokens_of(block)};
+      head.is_changed[block] = BlockAssignment(kernels(), head.panels, tokens).run(has_bounds);
     });
   }
 
   void update(const std::vector<Head*>& wave) const {
-    for (Head* head : wave) head->sums.clear(num_clusters_, head_dim_);
     const int64_t parts = pieces(head_dim_, kChannels);
-    for_each_item(wave.size() * (parts + 1), work_of(wave), [&](int64_t i) {
-      Head& head = *wave[i / (parts + 1)];
-      const int64_t channel = i % (parts + 1) * kChannels;
-      if (channel >= head_dim_) {
-        head.sums.count(head.labels.data(), head.range.size());
-        return;
-      }
-      kernels().add_keys(head.keys.data() + channel, head_dim_, head.range.size(),
-                         head.labels.data(), static_cast<int>(num_clusters_),
-                         static_cast<int>(std::min(kChannels, head_dim_ - channel)), head_dim_,
-                         head.sums.sums.data() + channel);
+    for_each_item(wave.size() * parts, work_of(wave), [&](int64_t i) {
+      Head& head = *wave[i / parts];
+      const int64_t channel = i % parts * kChannels;
+      kernels().move_keys(head.keys.get() + channel, head_dim_, head.range.size(),
+                          head.labels.data(), head.sums.summed.data(),
+                          static_cast<int>(num_clusters_),
+                          static_cast<int>(std::min(kChannels, head_dim_ - channel)), head_dim_,
+                          head.sums.sums.data() + channel);
     });
-    for_each_piece(wave, one, num_clusters_ * head_dim_ * wave.size(), [&](Head& head, int64_t) {
+    for_each_piece(wave, one, work_of(wave), [&](Head& head, int64_t) {
+      head.sums.follow(head.labels.data());
       head.sums.write_means(head.centroids, head.stride, head_dim_);
     });
   }
@@ -202,21 +203,30 @@ bool write_index(const Head& head, int64_t num_clusters, const Destination& to) 
   return true;
 }
 
-// The given tokens' keys as first centroids; clusters without a token take no part.
+// The given tokens' keys as first centroids; clusters without a token take no part. Panels group
+// clusters that start near each other.
 template <class T>
 void start(Head& head, const Rows<T>& keys, const Tensor& initial, int64_t head_dim) {
   const int64_t num_clusters = initial.size(1);
   const int32_t* tokens = initial.const_data_ptr<int32_t>() + head.row * initial.stride(0);
+  const auto token_of = [&](int64_t c) { return tokens[c * initial.stride(1)]; };
+  std::vector<int32_t> members;
   for (int64_t c = 0; c < num_clusters; ++c) {
     float* centroid = head.centroids + c * head.stride;
-    const int32_t token = tokens[c * initial.stride(1)];
     std::fill_n(centroid, head_dim, 0.f);
-    if (token < 0) continue;
-    head.members.push_back(static_cast<int32_t>(c));
-    kernels().widen(keys.at(head.row, head.head, token), head_dim, centroid, head_dim, 1,
+    if (token_of(c) < 0) continue;
+    members.push_back(static_cast<int32_t>(c));
+    kernels().widen(keys.at(head.row, head.head, token_of(c)), head_dim, centroid, head_dim, 1,
                     static_cast<int>(head_dim));
   }
-  head.keys.resize(head.range.size() * head_dim);
+  std::sort(members.begin(), members.end(), [&](int32_t a, int32_t b) {
+    return token_of(a) != token_of(b) ? token_of(a) < token_of(b) : a < b;
+  });
+  head.panels.arrange(members, num_clusters, kernels().panel_width, static_cast<int>(head_dim));
+  head.keys.reset(new float[head.range.size() * head_dim]);
+  head.sums.start(num_clusters, head_dim, head.range.size());
+  head.norms.resize(head.range.size());
+  head.bounds.resize(head.range.size() * head.panels.count);
   head.labels.assign(head.range.size(), -2);
   head.is_changed.assign(head.blocks(), 0);
 }
@@ -277,16 +287,20 @@ Tensor assign_clusters(const Tensor& keys, const Tensor& centroids,
   Tensor labels =
       torch::stable::new_empty(keys, {shape.batch, shape.heads, shape.kv_len}, ScalarType::Int);
   int32_t* out = labels.mutable_data_ptr<int32_t>();
-  std::vector<Panels> panels(shape.batch * shape.heads);
   const int head_dim = static_cast<int>(shape.head_dim);
-  for (size_t i = 0; i < panels.size(); ++i)
-    panels[i].pack(rows.at(i / shape.heads, i % shape.heads), rows.stride_i,
-                   all_clusters(num_clusters), head_dim, kernels().panel_width);
+  std::vector<int32_t> members(num_clusters);
+  for (int64_t c = 0; c < num_clusters; ++c) members[c] = static_cast<int32_t>(c);
+  std::vector<Panels> panels(shape.batch * shape.heads);
+  for (size_t i = 0; i < panels.size(); ++i) {
+    panels[i].arrange(members, num_clusters, kernels().panel_width, head_dim);
+    panels[i].point(rows.at(i / shape.heads, i % shape.heads), rows.stride_i);
+  }
   dispatch_floating(keys, "keys", [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const Rows<T> key_rows = rows_of<T>(keys, "keys");
     const int64_t items = static_cast<int64_t>(panels.size()) * blocks;
     for_each_item(items, items * kBlock * num_clusters * head_dim, [&](int64_t item) {
+      static thread_local std::vector<float> widened;
       const int64_t i = item / blocks, row = i / shape.heads, head = i % shape.heads;
       const int64_t begin = item % blocks * kBlock;
       const int64_t end = std::min(begin + kBlock, shape.kv_len);
@@ -294,17 +308,12 @@ Tensor assign_clusters(const Tensor& keys, const Tensor& centroids,
       std::fill(to + begin, to + end, -1);
       const int64_t from = std::max(begin, ranges[row].begin);
       const int64_t count = std::min(end, ranges[row].end) - from;
-      if (count <= 0 || panels[i].count == 0) return;
-      float widened[kBlock * 32];  // a few rows at a time
-      const int64_t step = kBlock * 32 / head_dim;
-      for (int64_t t = 0; t < count; t += step) {
-        const int64_t now = std::min(step, count - t);
-        kernels().widen(key_rows.at(row, head, from + t), key_rows.stride_i, widened, head_dim, now,
-                        head_dim);
-        kernels().assign_block(widened, head_dim, static_cast<int>(now), head_dim,
-                               panels[i].directions.data(), panels[i].bias.data(),
-                               panels[i].ids.data(), panels[i].count, to + from + t);
-      }
+      if (count <= 0) return;
+      widened.resize(count * head_dim);
+      kernels().widen(key_rows.at(row, head, from), key_rows.stride_i, widened.data(), head_dim,
+                      count, head_dim);
+      const Block tokens{widened.data(), nullptr, nullptr, 0, to + from, static_cast<int>(count)};
+      BlockAssignment(kernels(), panels[i], tokens).run(false);
     });
   });
   return labels;
@@ -327,16 +336,17 @@ Tensor update_centroids(const Tensor& keys, const Tensor& labels, const Tensor& 
     for_each_item(heads, heads * shape.kv_len * head_dim, [&](int64_t i) {
       const int64_t row = i / shape.heads, head = i % shape.heads;
       ClusterSums sums;
-      sums.clear(num_clusters, head_dim);
+      sums.start(num_clusters, head_dim, shape.kv_len);
       const int32_t* of_token = label_rows.at(row, head);
-      sums.count(of_token, shape.kv_len);
       float widened[kMaxHeadDim];
       for (int64_t t = 0; t < shape.kv_len; ++t) {
         kernels().widen(rows.at(row, head, t), head_dim, widened, head_dim, 1,
                         static_cast<int>(head_dim));
-        kernels().add_keys(widened, head_dim, 1, of_token + t, static_cast<int>(num_clusters),
-                           static_cast<int>(head_dim), head_dim, sums.sums.data());
+        kernels().move_keys(widened, head_dim, 1, of_token + t, sums.summed.data() + t,
+                            static_cast<int>(num_clusters), static_cast<int>(head_dim), head_dim,
+                            sums.sums.data());
       }
+      sums.follow(of_token);
       float* means = out + i * num_clusters * head_dim;
       for (int64_t c = 0; c < num_clusters; ++c)
         std::copy_n(from.at(row, head, c), head_dim, means + c * head_dim);

@@ -1,103 +1,96 @@
-// The three inner loops of k-means. Included once per instruction set.
+// The inner loops of k-means. Included once per instruction set.
 //
-// assign: scores = keys . directions, a matrix product whose result is reduced on the spot.
+// scan_panel: scores = keys . directions, a matrix product whose result is reduced on the spot.
 //
-//              one panel: kPair clusters            kRows tokens x 1 panel = 2 kRows accumulators
+//              one panel: kAcross x W clusters      kRows tokens x 1 panel = kRows x kAcross sums
 //   d = 0    [ c0 c1 ... c(2W-1) ]    key[0][d] ->  [ acc acc ]
-//   d = 1    [ c0 c1 ... c(2W-1) ]    key[1][d] ->  [ acc acc ]   then: best = max(best, acc +
-//   bias)
-//   ...                               ...                         lane by lane, ids beside it
+//   d = 1    [ c0 c1 ... c(2W-1) ]    key[1][d] ->  [ acc acc ]     then: max over acc + bias
+//   ...                               ...
 //
-// A panel holds 2W clusters at each channel, so that a step is 2 loads, kRows broadcasts and
-// 2 kRows multiply-adds. Unused places of the last panel have bias -inf.
+// A panel holds its clusters side by side at each channel, so that a step is kAcross loads, kRows
+// broadcasts and kRows x kAcross multiply-adds. Unused places of the last panel have bias -inf.
 
 #if CLUSTERKV_ISA >= 2
-constexpr int kRows = 12;
+constexpr int kRows = 14, kAcross = 1;  // a broadcast is part of the multiply-add there
 #else
-constexpr int kRows = 6;
+constexpr int kRows = 6, kAcross = 2;
 #endif
 
-// Best cluster of `Count` rows among all panels.
-// keys: rows of D floats, `stride` apart; panels [num_panels, D, kPair]; bias, ids
-// [num_panels * kPair]; labels [Count]
-template <int Count>
-CLUSTERKV_INLINE void assign_rows(const float* keys, int64_t stride, int head_dim,
-                                  const float* panels, const float* bias, const int32_t* ids,
-                                  int num_panels, int32_t* labels) {
-  Vec best[Count];
-  VecInt place[Count];
-  for (int t = 0; t < Count; ++t) best[t] = splat(-INFINITY), place[t] = VecInt{};
-  for (int panel = 0; panel < num_panels; ++panel) {
-    Vec acc[Count][2];
-    for (int t = 0; t < Count; ++t) {
-      acc[t][0] = load(bias + panel * kPair);
-      acc[t][1] = load(bias + panel * kPair + W);
-    }
-    const float* at = panels + static_cast<int64_t>(panel) * head_dim * kPair;
-    for (int d = 0; d < head_dim; ++d, at += kPair) {
-      const Vec c0 = load(at), c1 = load(at + W);
-      for (int t = 0; t < Count; ++t) {
-        const Vec key = splat(keys[t * stride + d]);
-        acc[t][0] = key * c0 + acc[t][0];
-        acc[t][1] = key * c1 + acc[t][1];
-      }
-    }
-    for (int half = 0; half < 2; ++half) {
-      const VecInt here = VecInt{} + (2 * panel + half);
-      for (int t = 0; t < Count; ++t) {
-        const VecInt is_better = (VecInt)(acc[t][half] > best[t]);
-        place[t] = is_better ? here : place[t];
-        best[t] = is_better ? acc[t][half] : best[t];
-      }
+// Best place in a panel for rows[i], i < kRows.
+CLUSTERKV_INLINE void scan_rows(const float* const* rows, int head_dim, const float* panel,
+                                const float* bias, float* scores, int32_t* places) {
+  Vec acc[kRows][kAcross];
+  for (int t = 0; t < kRows; ++t)
+    for (int i = 0; i < kAcross; ++i) acc[t][i] = load(bias + i * W);
+  for (int d = 0; d < head_dim; ++d) {
+    Vec direction[kAcross];
+    for (int i = 0; i < kAcross; ++i) direction[i] = load(panel + (d * kAcross + i) * W);
+    for (int t = 0; t < kRows; ++t) {
+      const Vec key = splat(rows[t][d]);
+      for (int i = 0; i < kAcross; ++i) acc[t][i] = key * direction[i] + acc[t][i];
     }
   }
-  for (int t = 0; t < Count; ++t) {
-    // Of equal scores the lowest place wins; places ascend with ids.
-    alignas(64) int32_t halves[W];
-    std::memcpy(halves, &place[t], sizeof halves);
-    int32_t first = INT32_MAX;
-    for (uint32_t lanes = lanes_equal(best[t], splat(max_of(best[t]))); lanes != 0;
-         lanes &= lanes - 1) {
-      const int lane = __builtin_ctz(lanes);
-      first = std::min(first, halves[lane] * W + lane);
-    }
-    labels[t] = ids[first == INT32_MAX ? 0 : first];  // a key that is not a number: the first
+  for (int t = 0; t < kRows; ++t) {
+    Vec largest = acc[t][0];
+    for (int i = 1; i < kAcross; ++i) largest = maximum(largest, acc[t][i]);
+    scores[t] = max_of(largest);
+    const Vec best = splat(scores[t]);
+    uint32_t lanes = 1u << (kAcross * W - 1);  // what is not a number equals nothing
+    for (int i = 0; i < kAcross; ++i) lanes |= lanes_equal(acc[t][i], best) << (i * W);
+    places[t] = __builtin_ctz(lanes);  // the lowest of equal ones
   }
 }
 
-inline void assign_block(const float* keys, int64_t stride, int count, int head_dim,
-                         const float* panels, const float* bias, const int32_t* ids, int num_panels,
-                         int32_t* labels) {
-  int t = 0;
-  for (; t + kRows <= count; t += kRows)
-    assign_rows<kRows>(keys + t * stride, stride, head_dim, panels, bias, ids, num_panels,
-                       labels + t);
-  for (; t < count; ++t)
-    assign_rows<1>(keys + t * stride, stride, head_dim, panels, bias, ids, num_panels, labels + t);
+// The same for any number of tokens of `keys`, whose rows of D floats are neighbours.
+// list [count]; panel [D, kAcross * W]; bias [kAcross * W]; scores, places [count]
+inline void scan_panel(const float* keys, const int32_t* list, int count, int head_dim,
+                       const float* panel, const float* bias, float* scores, int32_t* places) {
+  for (int first = 0; first < count; first += kRows) {
+    const float* rows[kRows];
+    for (int t = 0; t < kRows; ++t)
+      rows[t] = keys + static_cast<int64_t>(list[std::min(first + t, count - 1)]) * head_dim;
+    if (first + kRows <= count) {
+      scan_rows(rows, head_dim, panel, bias, scores + first, places + first);
+    } else {
+      float some_scores[kRows];
+      int32_t some_places[kRows];
+      scan_rows(rows, head_dim, panel, bias, some_scores, some_places);
+      std::copy_n(some_scores, count - first, scores + first);
+      std::copy_n(some_places, count - first, places + first);
+    }
+  }
 }
 
-// sums[label] += key over the channels [first, first + width). Double, so that the order in which
-// a device adds does not show in the float32 mean.
-// keys [count, stride]; sums [C, head_dim]
+// Moves keys from the sums of the clusters they were in to those they are in, some channels of
+// them. Double, so that the order of additions does not show in the float32 mean. keys [count,
+// stride]; labels, before [count], no cluster outside [0, C); sums [C, head_dim]
 template <int kWidth>
-CLUSTERKV_INLINE void add_channels(const float* keys, int64_t stride, int64_t count,
-                                   const int32_t* labels, int num_clusters, int width,
-                                   int64_t head_dim, double* sums) {
+CLUSTERKV_INLINE void move_channels(const float* keys, int64_t stride, int64_t count,
+                                    const int32_t* labels, const int32_t* before, int num_clusters,
+                                    int any_width, int64_t head_dim, double* sums) {
+  const int width = kWidth > 0 ? kWidth : any_width;
   for (int64_t t = 0; t < count; ++t) {
-    const int32_t label = labels[t];
-    if (label < 0 || label >= num_clusters) continue;
+    const int32_t now = labels[t], old = before[t];
+    if (now == old) continue;
     const float* key = keys + t * stride;
-    double* sum = sums + label * head_dim;
-    for (int d = 0; d < (kWidth > 0 ? kWidth : width); ++d) sum[d] += static_cast<double>(key[d]);
+    if (now >= 0 && now < num_clusters) {
+      double* sum = sums + now * head_dim;
+      for (int d = 0; d < width; ++d) sum[d] += static_cast<double>(key[d]);
+    }
+    if (old >= 0 && old < num_clusters) {
+      double* sum = sums + old * head_dim;
+      for (int d = 0; d < width; ++d) sum[d] -= static_cast<double>(key[d]);
+    }
   }
 }
 
-inline void add_keys(const float* keys, int64_t stride, int64_t count, const int32_t* labels,
-                     int num_clusters, int width, int64_t head_dim, double* sums) {
+inline void move_keys(const float* keys, int64_t stride, int64_t count, const int32_t* labels,
+                      const int32_t* before, int num_clusters, int width, int64_t head_dim,
+                      double* sums) {
   if (width == 16)
-    add_channels<16>(keys, stride, count, labels, num_clusters, width, head_dim, sums);
+    move_channels<16>(keys, stride, count, labels, before, num_clusters, width, head_dim, sums);
   else
-    add_channels<0>(keys, stride, count, labels, num_clusters, width, head_dim, sums);
+    move_channels<0>(keys, stride, count, labels, before, num_clusters, width, head_dim, sums);
 }
 
 // rows of T -> rows of float
@@ -109,5 +102,5 @@ void widen(const T* from, int64_t from_stride, float* to, int64_t to_stride, int
 }
 
 inline ClusteringKernels clustering_kernels() {
-  return {kPair, assign_block, add_keys, widen<float>, widen<BF16>, widen<FP16>};
+  return {kAcross * W, scan_panel, move_keys, widen<float>, widen<BF16>, widen<FP16>};
 }

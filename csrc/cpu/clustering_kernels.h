@@ -9,11 +9,11 @@ namespace clusterkv {
 
 struct ClusteringKernels {
   int panel_width;  // clusters of a panel
-  void (*assign_block)(const float* keys, int64_t stride, int count, int head_dim,
-                       const float* panels, const float* bias, const int32_t* ids, int num_panels,
-                       int32_t* labels);
-  void (*add_keys)(const float* keys, int64_t stride, int64_t count, const int32_t* labels,
-                   int num_clusters, int width, int64_t head_dim, double* sums);
+  void (*scan_panel)(const float* keys, const int32_t* list, int count, int head_dim,
+                     const float* panel, const float* bias, float* scores, int32_t* places);
+  void (*move_keys)(const float* keys, int64_t stride, int64_t count, const int32_t* labels,
+                    const int32_t* before, int num_clusters, int width, int64_t head_dim,
+                    double* sums);
   void (*widen_float)(const float*, int64_t, float*, int64_t, int64_t, int);
   void (*widen_bf16)(const BF16*, int64_t, float*, int64_t, int64_t, int);
   void (*widen_fp16)(const FP16*, int64_t, float*, int64_t, int64_t, int);
