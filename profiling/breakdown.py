@@ -71,17 +71,39 @@ def layer_rows(accounted: Account) -> list[LayerRow]:
     pieces: dict[tuple[int, str], Intervals] = defaultdict(list)
     counts: dict[tuple[int, str], int] = defaultdict(int)
     exposed: dict[tuple[int, str], int] = defaultdict(int)
-    given_until: dict[str, int] = defaultdict(int)
+    takers = {phase: _Taker(accounted.exposed[phase]) for phase in SHOWN}
     for span in accounted.spans:
-        start = max(span.start, given_until[span.phase])
-        given_until[span.phase] = max(start, span.end)
+        taken = takers[span.phase].take(span.start, span.end)
         if span.layer is not None:
             key = span.layer, span.phase
             pieces[key].append((span.start, span.end))
             counts[key] += span.is_first
-            exposed[key] += total(clip(accounted.exposed[span.phase], start, span.end))
+            exposed[key] += taken
     rows = []
     for key in sorted(pieces, key=lambda key: (key[0], SHOWN.index(key[1]))):
         busy = total(intersect(merge(pieces[key]), accounted.windows))
         rows.append(LayerRow(accounted.mode, *key, counts[key], busy / 1e3, exposed[key] / 1e3))
     return rows
+
+
+class _Taker:
+    """Gives the instants of a list away, each once, to spans that come in order of start."""
+
+    def __init__(self, intervals: Intervals) -> None:
+        self._intervals = intervals
+        self._first = 0
+        self._given_until = 0
+
+    def take(self, start: int, end: int) -> int:
+        """Nanoseconds of [start, end) that nobody took before."""
+        start = max(start, self._given_until)
+        self._given_until = max(start, end)
+        intervals, first = self._intervals, self._first
+        while first < len(intervals) and intervals[first][1] <= start:
+            first += 1
+        self._first = first
+        taken = 0
+        while first < len(intervals) and intervals[first][0] < end:
+            taken += min(intervals[first][1], end) - max(intervals[first][0], start)
+            first += 1
+        return max(taken, 0)

@@ -12,6 +12,9 @@ from collections.abc import Iterable
 Interval = tuple[int, int]
 Intervals = list[Interval]
 
+# Windows are looked up in a list that is this much longer; else both lists are walked.
+_FEW = 16
+
 
 def merge(intervals: Iterable[Interval]) -> Intervals:
     """The union of any intervals, in any order; empty ones vanish, touching ones join."""
@@ -42,6 +45,10 @@ def union(left: Intervals, right: Intervals) -> Intervals:
 
 def intersect(left: Intervals, right: Intervals) -> Intervals:
     """Instants in both lists."""
+    if _FEW * len(right) < len(left):
+        return [piece for window in right for piece in clip(left, *window)]
+    if _FEW * len(left) < len(right):
+        return intersect(right, left)
     common: Intervals = []
     i = j = 0
     while i < len(left) and j < len(right):

@@ -25,6 +25,7 @@ _Decode = Callable[[str, int], tuple[Any, int]]
 _decode: _Decode = json.JSONDecoder(parse_float=Decimal, strict=False).raw_decode
 _decode_metadata: _Decode = json.JSONDecoder(strict=False).raw_decode
 _CHUNK = 1 << 22
+_MARGIN = 1 << 18
 _LONGEST_EVENT = 1 << 24
 _SPACE = " \t\r\n"
 _SEPARATOR = re.compile(r"[ \t\r\n]*,[ \t\r\n]*")
@@ -90,6 +91,7 @@ class TraceReader:
         self._event = 0
         is_open = self._peek() != "]"
         while is_open:
+            yield from self._events_in_window()
             event = self._value()
             if not isinstance(event, dict):
                 raise self._error(f"expected an object, got {event!r:.40}")
@@ -98,6 +100,24 @@ class TraceReader:
             self._event += 1
         self._at += 1
         self._event = None
+
+    def _events_in_window(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The fast path: events that certainly end inside the window, and a comma behind each."""
+        buffer, at, number = self._buffer, self._at, self._event or 0
+        decode, separator = _decode, _SEPARATOR.match
+        last = len(buffer) - _MARGIN
+        while at < last:
+            try:
+                event, end = decode(buffer, at)
+            except (json.JSONDecodeError, RecursionError):
+                break
+            comma = separator(buffer, end)
+            if comma is None or type(event) is not dict:
+                break
+            yield number, event
+            at = comma.end()
+            number += 1
+        self._at, self._event = at, number
 
     def _is_comma_next(self) -> bool:
         """Moves behind a comma, or onto the bracket that closes the list."""
@@ -114,7 +134,7 @@ class TraceReader:
 
     def _value(self, decode: _Decode = _decode) -> Any:
         """Decodes one value; reads on while the error could be that the window ends too early."""
-        if len(self._buffer) - self._at < _CHUNK >> 4:
+        if len(self._buffer) - self._at < _MARGIN:
             self._fill()
         if self._at >= len(self._buffer) or self._buffer[self._at] in _SPACE:
             self._peek()

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from clusterkv_ops.profiling.calls import Call, device_calls, thread_calls
 from clusterkv_ops.profiling.contexts import Context, Segment, segments
+from clusterkv_ops.profiling.garbage import no_garbage_collection
 from clusterkv_ops.profiling.intervals import Interval, Intervals, merge
 from clusterkv_ops.profiling.phases import (
     MODEL,
@@ -133,14 +134,15 @@ def read_timeline(path: str | Path, progress: Progress | None = None) -> Timelin
 
 def build_timeline(trace: Trace) -> Timeline:
     """Links a trace: device work to the ranges around its launch, or threads to their segments."""
-    modes = _call_modes(trace)
-    threads = {thread: segments(ranges, modes) for thread, ranges in trace.ranges.items()}
     timeline = Timeline(trace, is_device=bool(trace.device_events))
-    if timeline.is_device:
-        _add_device_spans(timeline, threads)
-    else:
-        _add_thread_spans(timeline, threads)
-    timeline.spans.sort()
+    with no_garbage_collection():
+        modes = _call_modes(trace)
+        threads = {thread: segments(ranges, modes) for thread, ranges in trace.ranges.items()}
+        if timeline.is_device:
+            _add_device_spans(timeline, threads)
+        else:
+            _add_thread_spans(timeline, threads)
+        timeline.spans.sort()
     return timeline
 
 

@@ -8,16 +8,15 @@ reading.
 
 from __future__ import annotations
 
-import gc
 import re
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from sys import intern
 from typing import Any, NamedTuple
 
+from clusterkv_ops.profiling.garbage import no_garbage_collection
 from clusterkv_ops.profiling.reader import Progress, TraceError, TraceReader
 
 Thread = tuple[str, str]
@@ -36,7 +35,7 @@ _CATEGORIES = {
     "Memcpy": "copy",
     "gpu_memset": "memset",
     "Memset": "memset",
-    "cuda_sync": "sync",
+    "cuda_sync": "wait",
     "Trace": "session",
 }
 _DIGITS = re.compile(r"\d+")
@@ -107,33 +106,29 @@ class Trace:
         self.count = 0
         self._threads: dict[tuple[Any, Any], Thread] = {}
         reader = TraceReader(path, progress)
-        with _no_garbage_collection():
-            for number, event in reader:
-                try:
-                    self._add(event)
-                except _FieldError as error:
-                    raise TraceError(f"{path}: event {number}: {error}") from None
-                self.count += 1
+        with no_garbage_collection():
+            self._read(reader)
         self.metadata = reader.metadata
 
-    def _add(self, event: dict[str, Any]) -> None:
-        phase = event.get("ph")
-        if phase == "X":
-            kind = _CATEGORIES.get(event.get("cat", ""))
-            if kind == "range":
-                self._add_range(event)
-            elif kind == "launch":
-                self._add_launch(event)
-            elif kind == "sync":
-                self._add_stream_wait(event)
-            elif kind == "session":
-                self.session_starts.append(_nanoseconds(event, "ts"))
-            elif kind is not None:
-                self._add_device_event(event, kind)
-        elif phase == "M":
-            self._add_name(event)
-        elif phase is None:
-            raise _FieldError("ph: expected a letter, got nothing")
+    def _read(self, reader: TraceReader) -> None:
+        adders: dict[Any, Callable[[dict[str, Any]], None]] = {
+            category: getattr(self, f"_add_{kind}") for category, kind in _CATEGORIES.items()
+        }
+        number = -1
+        for number, event in reader:
+            phase = event.get("ph")
+            try:
+                if phase == "X":
+                    add = adders.get(event.get("cat"))
+                    if add is not None:
+                        add(event)
+                elif phase == "M":
+                    self._add_name(event)
+                elif phase is None:
+                    raise _FieldError("ph: expected a letter, got nothing")
+            except _FieldError as error:
+                raise TraceError(f"{self.path}: event {number}: {error}") from None
+        self.count = number + 1
 
     def _add_range(self, event: dict[str, Any]) -> None:
         start, end = self._times(event)
@@ -149,30 +144,35 @@ class Trace:
             launch = Launch(start, end, _name(event), self._thread(event))
             self.launches[_integer(arguments, "correlation", -1)] = launch
 
-    def _add_device_event(self, event: dict[str, Any], kind: str) -> None:
+    def _add_kernel(self, event: dict[str, Any], kind: str = "kernel") -> None:
         start, end = self._times(event)
         arguments = _arguments(event)
+        stream = _integer(arguments, "stream", None) if "stream" in arguments else _stream(event)
+        device = _integer(arguments, "device", 0)
+        correlation = _integer(arguments, "correlation", -1)
+        size = _integer(arguments, "bytes", 0)
+        phase = arguments.get("phase", "")
+        name = _name(event)
         self.device_events.append(
-            DeviceEvent(
-                start,
-                end,
-                _name(event),
-                kind,
-                _integer(arguments, "device", 0),
-                _integer(arguments, "stream", None) if "stream" in arguments else _stream(event),
-                _integer(arguments, "correlation", -1),
-                _integer(arguments, "bytes", 0),
-                str(arguments.get("phase", "")),
-            )
+            DeviceEvent(start, end, name, kind, device, stream, correlation, size, str(phase))
         )
 
-    def _add_stream_wait(self, event: dict[str, Any]) -> None:
+    def _add_copy(self, event: dict[str, Any]) -> None:
+        self._add_kernel(event, "copy")
+
+    def _add_memset(self, event: dict[str, Any]) -> None:
+        self._add_kernel(event, "memset")
+
+    def _add_wait(self, event: dict[str, Any]) -> None:
         arguments = _arguments(event)
         waits_on = _integer(arguments, "wait_on_stream", -1)
         if arguments.get("cuda_sync_kind") == "Stream Wait Event" and waits_on >= 0:
             device, stream = _integer(arguments, "device", 0), _integer(arguments, "stream", -1)
             time = _nanoseconds(event, "ts")
             self.stream_waits.append(StreamWait(time, device, stream, waits_on))
+
+    def _add_session(self, event: dict[str, Any]) -> None:
+        self.session_starts.append(_nanoseconds(event, "ts"))
 
     def _add_name(self, event: dict[str, Any]) -> None:
         if event.get("name") == "thread_name":
@@ -201,22 +201,10 @@ class _FieldError(ValueError):
     pass
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Millions of small objects without a cycle: collecting between them doubles the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _nanoseconds(event: dict[str, Any], field: str) -> int:
     value = event.get(field)
-    if type(value) is Decimal and value.is_finite():
-        return round(value * 1000)
+    if type(value) is Decimal:
+        return int(value * 1000)
     if type(value) is int:
         return value * 1000
     raise _FieldError(f"{field}: expected a number of microseconds, got {_shown(value)}")

@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 
 from clusterkv_ops.profiling import intervals
 
-LENGTH = 40
-raw = st.lists(st.tuples(st.integers(0, LENGTH), st.integers(0, LENGTH)), max_size=12)
+LENGTH = 90
+bounds = st.integers(0, LENGTH)
+short = st.tuples(bounds, st.integers(0, 3)).map(lambda pair: (pair[0], min(LENGTH, sum(pair))))
+raw = st.lists(st.tuples(bounds, bounds), max_size=8) | st.lists(short, max_size=60)
 merged = raw.map(intervals.merge)
 
 
