@@ -123,16 +123,29 @@ inline const int* int_data(const Tensor& tensor) {
   return static_cast<const int*>(tensor.const_data_ptr());
 }
 
+// New tensors on the device of `like`. The shape has its own variable: nvcc turns a braced list
+// that is converted inside a call into host code that doesn't compile.
+inline Tensor new_tensor(const Tensor& like, std::initializer_list<int64_t> shape,
+                         ScalarType type) {
+  const torch::headeronly::IntHeaderOnlyArrayRef sizes(shape.begin(), shape.size());
+  return torch::stable::new_empty(like, sizes, type);
+}
+
+inline Tensor new_zeros(const Tensor& like, std::initializer_list<int64_t> shape) {
+  const torch::headeronly::IntHeaderOnlyArrayRef sizes(shape.begin(), shape.size());
+  return torch::stable::new_zeros(like, sizes, ScalarType::Int);
+}
+
 inline Tensor new_ints(const Tensor& like, std::initializer_list<int64_t> shape) {
-  return torch::stable::new_empty(like, shape, ScalarType::Int);
+  return new_tensor(like, shape, ScalarType::Int);
 }
 
 inline Tensor new_floats(const Tensor& like, std::initializer_list<int64_t> shape) {
-  return torch::stable::new_empty(like, shape, ScalarType::Float);
+  return new_tensor(like, shape, ScalarType::Float);
 }
 
 inline Tensor new_bytes(const Tensor& like, int64_t bytes) {
-  return torch::stable::new_empty(like, {bytes}, ScalarType::Byte);
+  return new_tensor(like, {bytes}, ScalarType::Byte);
 }
 
 template <class T>

@@ -102,7 +102,8 @@ std::tuple<Tensor, Tensor> attend(const Tensor& query, const Tensor& keys, const
   p.mask = view_mask(mask, p.batch, p.num_qo_heads, p.kv_len);
   p.scale = float(scale);
 
-  const Tensor out = torch::stable::new_empty(query, {p.batch, p.num_qo_heads, 1, p.head_dim});
+  const Tensor out =
+      new_tensor(query, {p.batch, p.num_qo_heads, 1, p.head_dim}, query.scalar_type());
   const Tensor lse = new_floats(query, {p.batch, p.num_qo_heads, 1});
   const Tensor part_out = new_floats(query, {p.batch, p.num_qo_heads, p.splits, p.head_dim});
   const Tensor part_lse = new_floats(query, {p.batch, p.num_qo_heads, p.splits});
@@ -140,7 +141,7 @@ std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a
   check_type(lse_b, "lse_b", ScalarType::Float);
   const Tensor a = torch::stable::contiguous(out_a), b = torch::stable::contiguous(out_b);
   const Tensor la = torch::stable::contiguous(lse_a), lb = torch::stable::contiguous(lse_b);
-  const Tensor out = torch::stable::new_empty(a, {batch, heads, 1, head_dim});
+  const Tensor out = new_tensor(a, {batch, heads, 1, head_dim}, a.scalar_type());
   const Tensor lse = new_floats(a, {batch, heads, 1});
   const Device device(out_a);
   dispatch_floating(out_a, "out_a", [&](auto* type) {

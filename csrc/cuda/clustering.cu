@@ -65,7 +65,7 @@ struct Clustering {
   void allocate_for_loop(const Tensor& keys, int64_t max_iter) {
     STD_TORCH_CHECK(max_iter >= 0 && max_iter <= 10000, "max_iter: expected 0 to 10000, got ",
                     max_iter);
-    changed = torch::stable::new_zeros(keys, {max_iter + 1, p.lists()}, ScalarType::Int);
+    changed = new_zeros(keys, {max_iter + 1, p.lists()});
     p.changed = data_of<int>(changed);
   }
 };
@@ -84,7 +84,7 @@ Tensor assign_clusters(const Tensor& keys, const Tensor& centroids, std::optiona
 
 Tensor update_centroids(const Tensor& keys, const Tensor& labels, const Tensor& centroids) {
   return dispatch_floating(keys, "keys", [&](auto* type) {
-    Tensor updated = torch::stable::new_empty(
+    Tensor updated = new_floats(
         centroids, {centroids.size(0), centroids.size(1), centroids.size(2), centroids.size(3)});
     torch::stable::copy_(updated, centroids);
     Clustering<std::remove_pointer_t<decltype(type)>> call(keys, updated);

@@ -24,7 +24,7 @@ import torch
 SOURCES = Path(__file__).parents[2] / "csrc" / "cuda"
 ARCHITECTURES = ["80", "90", "100", "120"]
 FLAGS = ["-O3", "-std=c++17", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
-STRICT = ["-Xptxas", "-v,--warn-on-spills", "-Werror", "all-warnings", "-Xcompiler", "-Wall"]
+STRICT = ["-Xptxas=-v,--warn-on-spills", "-Werror=all-warnings", "-Xcompiler=-Wall,-Werror"]
 ENTRY = re.compile(
     r"Compiling entry function '(?P<name>\w+)' for 'sm_(?P<arch>\d+)'.*?"
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
@@ -44,18 +44,19 @@ class Kernel(NamedTuple):
     spill_bytes: int
 
 
-def compile_source(source: Path, arch: str) -> list[Kernel]:
+def compile_source(source: Path, architectures: list[str]) -> list[Kernel]:
     """The kernels of one file. Raises with the compiler's words where it complains."""
     headers = Path(torch.__file__).parent / "include"
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures]
     with tempfile.TemporaryDirectory() as folder:
-        command = ["nvcc", *FLAGS, *STRICT, "-cubin", f"-arch=sm_{arch}", f"-I{headers}"]
-        command += [str(source), "-o", str(Path(folder) / "out.cubin")]
+        command = ["nvcc", *FLAGS, *STRICT, *targets, "-isystem", str(headers)]
+        command += ["-c", str(source), "-o", str(Path(folder) / "out.o")]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise SystemExit(f"{source.name}, sm_{arch}:\n{done.stdout}{done.stderr}")
+        raise SystemExit(f"{source.name}:\n{done.stdout}{done.stderr}")
     kernels = parse_report(done.stderr)
     if not kernels:
-        raise SystemExit(f"{source.name}, sm_{arch}: no kernel in the report of ptxas")
+        raise SystemExit(f"{source.name}: no kernel in the report of ptxas")
     return kernels
 
 
@@ -112,9 +113,8 @@ def main() -> int:
         return 0
     kernels = []
     for source in sorted(SOURCES.glob("*.cu")):
-        for arch in options.arch:
-            print(f"{source.name}, sm_{arch}", file=sys.stderr)
-            kernels += compile_source(source, arch)
+        print(source.name, file=sys.stderr)
+        kernels += compile_source(source, options.arch)
     print_table(kernels, options.arch)
     if options.json:
         options.json.write_text(json.dumps([kernel._asdict() for kernel in kernels], indent=1))
