@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from clusterkv_ops.graphs.peel import Dims, Peeled, argument, is_whole, peel, shape_of
 
@@ -135,6 +136,8 @@ def _check_call(node: fx.Node, query: Any, key: Any, value: Any) -> None:
         raise _LeftAloneError(f"dtype {k.dtype} (supported: float32, bfloat16, float16)")
     if not isinstance(k.shape[3], int) or k.shape[3] > _MAX_HEAD_DIM:
         raise _LeftAloneError(f"head_dim {k.shape[3]} is over {_MAX_HEAD_DIM}")
+    if statically_known_true(q.shape[0] != k.shape[0]):
+        raise _LeftAloneError("query and keys differ in batch size")
     if v.shape[3] != k.shape[3]:
         raise _LeftAloneError("keys and values differ in head_dim")
     mask = argument(node, 3, "attn_mask")

@@ -86,6 +86,11 @@ def _computed_past(q: Tensor, pk: Tensor, pv: Tensor, k: Tensor, v: Tensor) -> A
     return sdpa(q, keys, values, enable_gqa=True), keys, values
 
 
+def _unlike_batches(q: Tensor, *cached: Tensor) -> Any:
+    keys, values = cat(*cached)
+    return sdpa(q[:1], keys, values, enable_gqa=True), keys, values
+
+
 def _unlike_widths(q: Tensor, pk: Tensor, pv: Tensor, k: Tensor, v: Tensor) -> Any:
     keys, values = cat(pk, pv[..., :4], k, v[..., :4])
     return sdpa(q, keys, values, enable_gqa=True), keys, values
@@ -152,6 +157,7 @@ LEFT_ALONE: dict[str, tuple[Any, str]] = {
     "tile": (cat_then(lambda x: x.repeat(1, GROUP, 1, 1)), "no cache: keys come from repeat"),
     "tile by views": (cat_then(_wrong_repeat), "no cache: keys come from reshape"),
     "computed past": (_computed_past, "cached keys are computed in the graph by mul"),
+    "unlike batches": (_unlike_batches, "query and keys differ in batch size"),
     "unlike head_dim": (_unlike_widths, "keys and values differ in head_dim"),
     "three dimensions": (_three_dimensions, "query, key and value are not [B, H, T, D]"),
     "constant": (_constant, "keys come from a constant"),
