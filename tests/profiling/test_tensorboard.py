@@ -168,6 +168,7 @@ assert main(["report", {str(logdir / "serial" / "run.pt.trace.json.gz")!r}]) == 
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.filterwarnings("ignore:html5lib")
 def test_plugins_are_complete_and_the_stock_profiler_is_replaced_when_offline():
     from clusterkv_ops.profiling.server import plugins
 
