@@ -110,9 +110,14 @@ class DeviceRun:
         """The host makes `stream` wait for an event of another stream."""
         if self._graph_correlation is not None:
             return
+        recorded = self._correlation + 1
+        self._correlation += 2
+        self._runtime("cudaEventRecord", 135, recorded, None)
+        self._runtime("cudaStreamWaitEvent", 147, self._correlation, None)
         arguments = {
             "cuda_sync_kind": "Stream Wait Event",
             "wait_on_stream": waits_on,
+            "wait_on_cuda_event_record_corr_id": recorded,
             "stream": stream,
             "correlation": self._correlation,
             "device": 0,

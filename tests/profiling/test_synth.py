@@ -123,6 +123,12 @@ def test_a_step_whose_kernels_are_lost_is_left_out(synthetic):
     assert [call.number for call in timeline.calls_of("decode")] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"schema-2021"}))
+def test_torch_finds_nothing_wrong_with_the_traces(synthetic, kind):
+    validator = pytest.importorskip("torch.profiler._trace_validator")
+    assert validator.validate_trace(str(synthetic(kind)[0])) == (True, [])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
