@@ -133,6 +133,11 @@ def bars(report: Report) -> list[Bar]:
     ]
 
 
+def is_exposed(bar: Bar) -> bool:
+    """Whether enough of a bar is exposed to be drawn; less is rounding of timestamps."""
+    return bar.hidden_pct is not None and bar.hidden_pct < 99.95
+
+
 def hit_rates(report: Report) -> list[tuple[float, float]]:
     """(step, hit rate 0..1) of every step that recalled anything."""
     steps = report.counters.get("steps", [])

@@ -12,6 +12,7 @@ from clusterkv_ops.profiling.pictures import (
     Share,
     bars,
     hit_rates,
+    is_exposed,
     lane_pictures,
     shares,
 )
@@ -61,20 +62,22 @@ def save_lanes_png(picture: LanePicture, path: str | Path) -> None:
 def draw_lanes(axes: Any, picture: LanePicture) -> None:
     """Lanes from top to bottom, red where overhead is exposed."""
     origin = picture.start
+    unit, name = _unit(picture.end - origin)
     for start, end in picture.exposed:
-        axes.axvspan((start - origin) / 1e3, (end - origin) / 1e3, color=EXPOSED[0], alpha=0.17)
+        left, right = (start - origin) / unit, (end - origin) / unit
+        axes.axvspan(left, right, color=EXPOSED[0], alpha=0.17, linewidth=0)
     for i, row in enumerate(picture.rows):
         for phase in {box.phase for box in row.boxes}:
             spans = [
-                ((box.start - origin) / 1e3, (box.end - box.start) / 1e3)
+                ((box.start - origin) / unit, (box.end - box.start) / unit)
                 for box in row.boxes
                 if box.phase == phase
             ]
             axes.broken_barh(spans, (i - 0.4, 0.8), **_style(phase))
     axes.set_yticks(range(len(picture.rows)), [f"{r.role}\n{r.name}"[:40] for r in picture.rows])
     axes.set_ylim(len(picture.rows) - 0.4, -0.6)
-    axes.set_xlim(0, (picture.end - origin) / 1e3)
-    axes.set_xlabel("us")
+    axes.set_xlim(0, (picture.end - origin) / unit)
+    axes.set_xlabel(name)
     axes.set_title(picture.title, loc="left", fontweight="bold")
     _legend(axes, [box.phase for row in picture.rows for box in row.boxes])
 
@@ -101,21 +104,24 @@ def draw_shares(axes: Any, rows: list[tuple[str, list[Share]]]) -> None:
 def draw_bars(axes: Any, found: list[Bar]) -> None:
     """Hidden part, then exposed part with a red edge."""
     longest = max(bar.busy_us for bar in found)
+    unit, name = _unit(1e3 * longest)
+    longest *= 1e3 / unit
     for i, bar in enumerate(found):
-        hidden = bar.busy_us * (bar.hidden_pct or 0) / 100
+        busy = 1e3 * bar.busy_us / unit
+        hidden = busy * (bar.hidden_pct or 0) / 100
         axes.barh(i, hidden, 0.7, **_style(bar.phase))
-        if bar.hidden_pct is not None:
-            exposed = {"y": i, "width": bar.busy_us - hidden, "height": 0.7, "left": hidden}
+        if is_exposed(bar):
+            exposed = {"y": i, "width": busy - hidden, "height": 0.7, "left": hidden}
             axes.barh(**exposed, **_style(bar.phase))
             axes.barh(**exposed, fill=False, edgecolor=EXPOSED[0], linewidth=1.8)
         text = f"{milliseconds(bar.busy_us)}, {share(bar.hidden_pct)} hidden"
         if bar.bytes and bar.gb_per_s:
             text += f", {bar.bytes / 1e6:.3g} MB, {bar.gb_per_s:.3g} GB/s"
-        axes.text(bar.busy_us + 0.01 * longest, i, text, va="center", fontsize=9)
+        axes.text(busy + 0.01 * longest, i, text, va="center", fontsize=9)
     axes.set_yticks(range(len(found)), [f"{bar.mode} {bar.phase}" for bar in found])
     axes.set_ylim(len(found) - 0.4, -0.6)
     axes.set_xlim(0, 1.45 * longest)
-    axes.set_xlabel("us")
+    axes.set_xlabel(name)
     title = "Overhead: hidden under the model, exposed with a red edge"
     axes.set_title(title, loc="left", fontweight="bold")
 
@@ -161,10 +167,17 @@ def new_figure(heights: list[float], width: float = _WIDTH) -> tuple[Any, list[A
     return figure, list(axes[:, 0])
 
 
+def _unit(nanoseconds: float) -> tuple[float, str]:
+    """Nanoseconds in the unit that suits such a time, and its name."""
+    if nanoseconds >= 1e9:
+        return 1e9, "s"
+    return (1e6, "ms") if nanoseconds >= 1e6 else (1e3, "us")
+
+
 def _style(phase: str) -> dict[str, Any]:
     hatch = HATCHES.get(phase)
     colour = COLOURS[phase][0]
-    style: dict[str, Any] = {"facecolor": colour, "edgecolor": "#ffffff", "linewidth": 0.3}
+    style: dict[str, Any] = {"facecolor": colour, "edgecolor": "#ffffff", "linewidth": 0}
     return {**style, "hatch": hatch} if hatch else style
 
 

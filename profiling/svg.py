@@ -8,7 +8,7 @@ from __future__ import annotations
 from html import escape
 
 from clusterkv_ops.profiling.headline import milliseconds, share
-from clusterkv_ops.profiling.pictures import Bar, Box, LanePicture, Share
+from clusterkv_ops.profiling.pictures import Bar, Box, LanePicture, Share, is_exposed
 from clusterkv_ops.profiling.theme import pattern_definitions, stylesheet
 
 WIDTH = 1160
@@ -72,7 +72,7 @@ def draw_bars(bars: list[Bar]) -> str:
         tip = f"{bar.mode} {bar.phase}: busy {milliseconds(bar.busy_us)}"
         marks.append(f'<text class="lane" x="0" y="{y + 17}">{bar.mode} {bar.phase}</text>')
         marks.append(_rectangle(bar.phase, _LEFT, y, hidden, 24, f"{tip}, hidden"))
-        if bar.hidden_pct is not None and hidden < width:
+        if is_exposed(bar):
             edge = f"{tip}, exposed"
             marks.append(
                 _rectangle(bar.phase, _LEFT + hidden, y, width - hidden, 24, edge, "bare")
@@ -109,13 +109,15 @@ def draw_curve(points: list[tuple[float, float]], title: str) -> str:
 def standalone(picture: LanePicture) -> str:
     """The lanes as a file of their own, with its colours and its title."""
     drawn = draw_lanes(picture)
-    height = int(drawn.split('viewBox="0 0 ', 1)[1].split('"')[0].split()[1]) + 30
+    inner = int(drawn.split('viewBox="0 0 ', 1)[1].split('"')[0].split()[1])
+    placed = drawn.replace('width="100%"', f'x="10" y="26" width="{WIDTH}" height="{inner}"', 1)
+    height = inner + 30
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + 20} {height}" '
         f'width="{WIDTH + 20}" height="{height}"><style>{stylesheet()}{_RULES}</style>'
         f'<rect width="100%" height="100%" fill="var(--page)"/>{pattern_definitions()}'
         f'<text class="lane" x="10" y="18">{escape(picture.title)}</text>'
-        f'<g transform="translate(10 26)">{drawn}</g></svg>\n'
+        f"{placed}</svg>\n"
     )
 
 
