@@ -1,6 +1,6 @@
 """What the profiler itself costs: reading a 200 MB trace, and ranges while no profiler runs.
 
-    python benchmarks/profiler.py read     a 200 MB trace: read and linked in 20 s, and in 1 GB
+    python benchmarks/profiler.py read     a 200 MB trace, limits 20 s of CPU (linked) and 1 GB
     python benchmarks/profiler.py ranges   decode with ranges against decode without, limit 1 %
 
 Exits with 1 where a limit is missed.
@@ -45,14 +45,15 @@ def measure_reading(megabytes: int) -> int:
         before = peak_megabytes()
         wall, cpu = time.perf_counter(), time.process_time()
         timeline = read_timeline(path)
-        read_s = time.perf_counter() - wall
+        read_s, read_cpu_s = time.perf_counter() - wall, time.process_time() - cpu
         build_report(timeline)
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
     peak = peak_megabytes()
-    print(f"{megabytes} MB, {timeline.trace.count:,} events: read and linked in {read_s:.1f} s,")
-    print(f"with the report {wall:.1f} s ({cpu:.1f} s of CPU)")
+    print(f"{megabytes} MB, {timeline.trace.count:,} events")
+    print(f"read and linked in {read_cpu_s:.1f} s of CPU ({read_s:.1f} s of wall clock)")
+    print(f"with the report {cpu_s:.1f} s ({wall_s:.1f} s)")
     print(f"peak {peak:.0f} MB, of it {before:.0f} MB before reading")
-    return int(read_s > 20 or peak > 1000)
+    return int(read_cpu_s > 20 or peak > 1000)
 
 
 def write_big_trace(path: Path, size: int) -> None:

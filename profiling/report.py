@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterkv_ops.profiling.accounting import (
+    Account,
     ModeRow,
     PhaseRow,
     account,
@@ -19,6 +20,7 @@ from clusterkv_ops.profiling.cautions import find_cautions
 from clusterkv_ops.profiling.contention import ContentionRow, contention_rows
 from clusterkv_ops.profiling.copies import CopyRow, copy_rows
 from clusterkv_ops.profiling.counters import read_counters
+from clusterkv_ops.profiling.garbage import no_garbage_collection
 from clusterkv_ops.profiling.headline import headline
 from clusterkv_ops.profiling.lanes import LaneRow, lane_rows
 from clusterkv_ops.profiling.reader import TraceError
@@ -73,21 +75,27 @@ def build_report(timeline: Timeline) -> Report:
     """Asks every analysis. Steps and layers are listed for each mode that has calls."""
     trace = timeline.trace
     report = Report(_describe(timeline), counters=read_counters(trace.metadata, trace.path))
-    for mode in timeline.modes:
-        accounted = account(timeline, mode)
-        report.modes.append(mode_row(accounted, timeline))
-        report.phases += phase_rows(accounted, mode not in timeline.unreliable)
-        report.copies += copy_rows(accounted, timeline)
-        report.lanes += lane_rows(accounted, timeline)
-        if mode != "all" or len(timeline.modes) == 1:
-            report.waits += wait_rows(accounted, timeline)
-            report.steps += step_rows(accounted, timeline)
-            report.layers += layer_rows(accounted)
-    report.contention = contention_rows(timeline)
+    with no_garbage_collection():
+        for mode in timeline.modes:
+            accounted = account(timeline, mode)
+            _add_mode(report, timeline, accounted)
+        report.contention = contention_rows(timeline)
     copies = [row for row in report.copies if row.mode == "all"]
     report.warnings = find_cautions(timeline, accounted, copies, bool(report.counters))
     report.headline = headline(report)
     return report
+
+
+def _add_mode(report: Report, timeline: Timeline, accounted: Account) -> None:
+    mode = accounted.mode
+    report.modes.append(mode_row(accounted, timeline))
+    report.phases += phase_rows(accounted, mode not in timeline.unreliable)
+    report.copies += copy_rows(accounted, timeline)
+    report.lanes += lane_rows(accounted, timeline)
+    if mode != "all" or len(timeline.modes) == 1:
+        report.waits += wait_rows(accounted, timeline)
+        report.steps += step_rows(accounted, timeline)
+        report.layers += layer_rows(accounted)
 
 
 def save_report(report: Report, path: str | Path) -> None:
